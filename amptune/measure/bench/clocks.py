@@ -13,7 +13,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Stopwatch", "clock_for", "hold_device", "stopwatch_for"]
+__all__ = ["FEW_STEPS", "Clock", "CpuClock", "CudaClock", "Stopwatch", "clock_for", "hold_device", "stopwatch_for"]
+
+# So many single steps are enough for a median, and for what only the first steps of a policy do.
+FEW_STEPS = 5
 
 
 class Clock(Protocol):

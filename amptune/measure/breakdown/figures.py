@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+from amptune.hardware.machine import MIB
 from amptune.measure.breakdown.operation_kinds import (
     bytes_cast,
     groups_and_channels,
@@ -35,10 +36,8 @@ from amptune.measure.results.step_profile import (
 __all__ = ["distil"]
 
 _OPTIMIZER = "Optimizer.step#"
-_MIB = 2**20
-
-_Key = TypeVar("_Key", bound=Hashable)
-_Product = tuple[str | None, Literal["matmul", "convolution"]]
+_Kind = TypeVar("_Kind", ModuleTime, CastTime, LayoutTime, UnalignedMatmul, GroupedConvolution, OperationTime)
+_ProductKind = Literal["matmul", "convolution"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +51,25 @@ class _Work:
     compute: bool = True
 
 
-class _Sums(Generic[_Key]):
-    """Sums of several figures for each key; the first figure is a time in ms."""
+class _Sums:
+    """Sums of figures over all steps, for each kind of record and all that the record is about."""
 
     def __init__(self) -> None:
-        self._sums: dict[_Key, list[float]] = {}
+        self._sums: dict[tuple[type, tuple[tuple[str, Any], ...]], dict[str, float]] = {}
 
-    def add(self, key: _Key, *figures: float) -> None:
-        mine = self._sums.setdefault(key, [0.0] * len(figures))
-        for i, figure in enumerate(figures):
-            mine[i] += figure
+    def add(self, kind: type[_Kind], about: Mapping[str, Any], **figures: float) -> None:
+        mine = self._sums.setdefault((kind, tuple(about.items())), {})
+        for name, figure in figures.items():
+            mine[name] = mine.get(name, 0.0) + figure
 
-    def per_step(self, steps: int) -> list[tuple[_Key, list[float]]]:
-        """Returns means per step, the longest time first."""
-        longest_first = sorted(self._sums.items(), key=lambda item: -item[1][0])
-        return [(key, [figure / steps for figure in figures]) for key, figures in longest_first]
+    def per_step(self, kind: type[_Kind], steps: int) -> tuple[_Kind, ...]:
+        """Returns the records of one kind with means per step, the longest time first."""
+        found = []
+        for (own, about), sums in self._sums.items():
+            if own is kind:
+                fields: dict[str, Any] = {**dict(about), **{name: total / steps for name, total in sums.items()}}
+                found.append(kind(**fields))
+        return tuple(sorted(found, key=lambda record: -record.ms))
 
 
 def distil(
@@ -103,15 +106,9 @@ class _Tally:
 
     def __init__(self, device: Literal["cuda", "cpu"]) -> None:
         self._on_gpu = device == "cuda"
-        self._modules: _Sums[str | None] = _Sums()
-        self._casts: _Sums[str | None] = _Sums()
-        self._layouts: _Sums[tuple[str | None, str, int | None]] = _Sums()
-        self._unaligned: _Sums[tuple[str | None, str, int, int, int]] = _Sums()
-        self._grouped: _Sums[tuple[str | None, int, int]] = _Sums()
-        self._products: _Sums[_Product] = _Sums()
-        self._plain: dict[_Product, _Sums[str]] = defaultdict(_Sums)
-        self._operations: _Sums[tuple[str | None, str]] = _Sums()
-        self._optimizer: _Sums[None] = _Sums()
+        self._sums = _Sums()
+        self._plain_ms: dict[tuple[str | None, _ProductKind], dict[str, float]] = defaultdict(dict)
+        self._optimizer_ms = self._optimizer_kernels = 0.0
 
     def add(self, trace: StepTrace, step_ms: float) -> None:
         nesting = Nesting(trace.ops)
@@ -123,81 +120,74 @@ class _Tally:
         """Counts casts and unaligned products once per operation, whatever runs inside."""
         for op in ops:
             if is_cast(op):
-                self._casts.add(nesting.module_of(op), 0.0, 1, bytes_cast(op) / _MIB)
-            elif self._on_gpu and (dims := unaligned_dims(op)):
-                self._unaligned.add((nesting.module_of(op), _plain_name(op), *dims), 0.0, 1)
+                self._sums.add(CastTime, {"module": nesting.module_of(op)}, ms=0, count=1, mib=bytes_cast(op) / MIB)
+            elif self._on_gpu and unaligned_dims(op):
+                self._sums.add(UnalignedMatmul, _unaligned(op, nesting.module_of(op)), ms=0, count=1)
 
     def _add_work(self, work: _Work, nesting: Nesting) -> None:
         if nesting.nearest(work.op, lambda op: op.name.startswith(_OPTIMIZER)):
-            self._optimizer.add(None, work.ms, work.compute)
+            self._optimizer_ms += work.ms
+            self._optimizer_kernels += self._on_gpu and work.compute
             return
-        self._modules.add(work.module, work.ms)
+        about: dict[str, Any] = {"module": work.module}
+        self._sums.add(ModuleTime, about, ms=work.ms)
         copy = nesting.nearest(work.op, lambda op: op.name == "aten::copy_")
         convolution = nesting.nearest(work.op, is_convolution)
         if copy is not None and is_cast(copy):
-            self._casts.add(work.module, work.ms, 0, 0)
+            self._sums.add(CastTime, about, ms=work.ms, count=0, mib=0)
         elif (copy is not None and convolution is not None) or kind_of_kernel(work.name) == "layout":
             channels = None if convolution is None else groups_and_channels(convolution)[1]
-            self._layouts.add((work.module, _short(work.name), channels), work.ms, 1)
+            about |= {"kernel": _short(work.name), "channels": channels}
+            self._sums.add(LayoutTime, about, ms=work.ms, count=1)
         elif nesting.nearest(work.op, is_product) is None and kind_of_kernel(work.name) != "tensor-core":
-            self._add_operation(work)
+            if work.op is not None and work.op.name.startswith("aten::"):
+                about |= {"operation": kind_of_operation(work.op)}
+                self._sums.add(OperationTime, about, ms=work.ms, count=1)
         elif self._on_gpu:
             self._add_product(work, nesting, convolution)
-
-    def _add_operation(self, work: _Work) -> None:
-        if work.op is not None and work.op.name.startswith("aten::"):
-            self._operations.add((work.module, kind_of_operation(work.op)), work.ms, 1)
 
     def _add_product(self, work: _Work, nesting: Nesting, convolution: Op | None) -> None:
         kind = kind_of_kernel(work.name)
         plain_ms = work.ms if kind == "plain" else 0.0
         if kind in ("tensor-core", "plain"):
-            key: _Product = (work.module, "matmul" if convolution is None else "convolution")
-            self._products.add(key, plain_ms)
-            self._plain[key].add(_short(work.name), plain_ms)
+            of: _ProductKind = "matmul" if convolution is None else "convolution"
+            mine, name = self._plain_ms[work.module, of], _short(work.name)
+            mine[name] = mine.get(name, 0.0) + plain_ms
+        matmul = nesting.nearest(work.op, is_matmul)
         if convolution is not None:
             groups, channels = groups_and_channels(convolution)
             if groups > 1:
-                self._grouped.add((work.module, groups, channels), work.ms, plain_ms)
-            return
-        matmul = nesting.nearest(work.op, is_matmul)
-        if matmul is not None and (dims := unaligned_dims(matmul)):
-            self._unaligned.add((work.module, _plain_name(matmul), *dims), work.ms, 0)
+                about = {"module": work.module, "groups": groups, "channels": channels}
+                self._sums.add(GroupedConvolution, about, ms=work.ms, plain_ms=plain_ms)
+        elif matmul is not None and unaligned_dims(matmul):
+            self._sums.add(UnalignedMatmul, _unaligned(matmul, work.module), ms=work.ms, count=0)
 
     def figures(self, steps: int) -> dict[str, Any]:
-        optimizer_ms, optimizer_kernels = next((f for _, f in self._optimizer.per_step(steps)), (0.0, 0.0))
         return {
-            "optimizer_ms": optimizer_ms,
-            "optimizer_kernels": optimizer_kernels if self._on_gpu else 0.0,
-            "modules": tuple(ModuleTime(module=m, ms=ms) for m, (ms,) in self._modules.per_step(steps)),
-            "casts": tuple(
-                CastTime(module=m, count=count, ms=ms, mib=mib) for m, (ms, count, mib) in self._casts.per_step(steps)
-            ),
-            "layouts": tuple(
-                LayoutTime(module=m, kernel=kernel, channels=channels, count=count, ms=ms)
-                for (m, kernel, channels), (ms, count) in self._layouts.per_step(steps)
-            ),
-            "unaligned": tuple(
-                UnalignedMatmul(module=path, op=op, m=m, n=n, k=k, count=count, ms=ms)
-                for (path, op, m, n, k), (ms, count) in self._unaligned.per_step(steps)
-            ),
-            "grouped": tuple(
-                GroupedConvolution(module=m, groups=groups, channels=channels, ms=ms, plain_ms=plain_ms)
-                for (m, groups, channels), (ms, plain_ms) in self._grouped.per_step(steps)
-            ),
-            "products": tuple(
-                ProductTime(module=m, kind=kind, plain_ms=plain_ms, slowest_plain=self._slowest(m, kind))
-                for (m, kind), (plain_ms,) in self._products.per_step(steps)
-            ),
-            "operations": tuple(
-                OperationTime(module=m, operation=operation, count=count, ms=ms)
-                for (m, operation), (ms, count) in self._operations.per_step(steps)
-            ),
+            "optimizer_ms": self._optimizer_ms / steps,
+            "optimizer_kernels": self._optimizer_kernels / steps,
+            "modules": self._sums.per_step(ModuleTime, steps),
+            "casts": self._sums.per_step(CastTime, steps),
+            "layouts": self._sums.per_step(LayoutTime, steps),
+            "unaligned": self._sums.per_step(UnalignedMatmul, steps),
+            "grouped": self._sums.per_step(GroupedConvolution, steps),
+            "products": tuple(sorted(self._products(steps), key=lambda product: -product.plain_ms)),
+            "operations": self._sums.per_step(OperationTime, steps),
         }
 
-    def _slowest(self, module: str | None, kind: Literal["matmul", "convolution"]) -> str | None:
-        name, (ms,) = self._plain[module, kind].per_step(1)[0]
-        return name if ms > 0 else None
+    def _products(self, steps: int) -> Iterator[ProductTime]:
+        for (module, kind), plain_ms in self._plain_ms.items():
+            slowest = max(plain_ms, key=plain_ms.__getitem__) if any(plain_ms.values()) else None
+            yield ProductTime(module=module, kind=kind, plain_ms=sum(plain_ms.values()) / steps, slowest_plain=slowest)
+
+
+def _unaligned(op: Op, module: str | None) -> dict[str, Any]:
+    """Returns what the record of an unaligned product is about."""
+    return {
+        "module": module,
+        "op": op.name.removeprefix("aten::"),
+        **dict(zip("mnk", unaligned_dims(op) or (), strict=True)),
+    }
 
 
 def _on_device(trace: StepTrace, nesting: Nesting) -> Iterator[_Work]:
@@ -223,10 +213,6 @@ def _busy_us(kernels: Iterable[Kernel]) -> float:
         busy_us += max(0.0, end_us - max(kernel.start_us, until_us))
         until_us = max(until_us, end_us)
     return busy_us
-
-
-def _plain_name(op: Op) -> str:
-    return op.name.removeprefix("aten::")
 
 
 def _short(kernel: str) -> str:
