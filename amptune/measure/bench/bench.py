@@ -41,7 +41,7 @@ SEED = 0
 # Ranks train on different batches and random numbers: those of one have the seed and some behind it.
 SEEDS_APART = 1000
 # What is not timed needs no more different batches.
-FEW_BATCHES = 3
+FEW_BATCHES = 2
 # Initial weights of at most this share of the device's memory are kept on it while training restarts from them often.
 NEAR_SHARE = 1 / 32
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.

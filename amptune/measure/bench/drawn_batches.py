@@ -12,18 +12,20 @@ import torch
 
 from amptune.changes.tensor_tree import stored_in, tensors_in
 from amptune.errors import TargetError, UserCodeError
+from amptune.hardware.machine import MIB
 from amptune.measure.bench.failures import failure_of
+from amptune.workload.loader_batches import LARGE_BYTES, MOST_KEPT
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
+__all__ = ["KEPT_BYTES", "DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
 
-# All policies are timed on one sequence of batches that lie on the device: at most so many, drawn in about so many
-# seconds, of so many bytes. Batches larger than that: two, as in training that copies the next batch while it works on
-# the current one.
-MOST_BATCHES, DRAWING_S, LARGE_BYTES, LARGE_BATCHES = 32, 1.0, 256 * 2**20, 2
-# Batches of other sizes than the workload's own are kept while their total size is below this.
-KEPT_BYTES = 2**30
+# All policies are timed on one sequence of batches that lie on the device: at most `MOST_KEPT`, drawn in about so many
+# seconds, of at most `LARGE_BYTES`. Batches larger than that: two, as in training that copies the next batch while it
+# works on the current one.
+DRAWING_S, LARGE_BATCHES = 1.0, 2
+# Batches are kept for later while their total size is below this: a GiB.
+KEPT_BYTES = 1024 * MIB
 
 _Key = tuple[str, int, int | None]  # what is asked for: its name, the samples, the number
 
@@ -82,7 +84,7 @@ class DrawnBatches:
         batches = [self._workload.batch(samples)]
         if bytes_of(batches) >= LARGE_BYTES:
             return batches * LARGE_BATCHES  # one batch twice: drawing large batches takes seconds
-        most = min(count or MOST_BATCHES, LARGE_BYTES // max(1, bytes_of(batches)))
+        most = min(count or MOST_KEPT, LARGE_BYTES // max(1, bytes_of(batches)))
         while len(batches) < LARGE_BATCHES or (len(batches) < most and time.monotonic() < until_s):
             batches.append(self._workload.batch(samples))
         return batches

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from amptune.measure.bench.run_delay import RunDelays, host_delay, read_run_delays
+from amptune.measure.bench.run_delay import MOST_HOST_DELAY, RunDelays, host_delay, read_run_delays
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.findings import Finding
 
@@ -63,9 +63,6 @@ NOT_REPEATED = OWN_LOAD | {COMPILING}
 PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
-# Seconds per second that a thread may wait for a CPU. On two cores, the threads of a convolutional net waited 0.01 on
-# the quiet machine, 0.3 to 0.5 beside one busy process and 0.5 beside two.
-MOST_HOST_DELAY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

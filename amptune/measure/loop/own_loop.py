@@ -16,7 +16,7 @@ import torch
 
 from amptune.measure.bench.batch_sequence import Batches
 from amptune.measure.bench.bench import Bench
-from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
+from amptune.measure.bench.clocks import FEW_STEPS, Stopwatch, stopwatch_for
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
 from amptune.measure.bench.stillness import Stillness
@@ -27,12 +27,6 @@ from amptune.policy.settings import Policy
 from amptune.workload.user_errors import user_code
 
 __all__ = ["feeding", "measure_in_loop", "run_loop"]
-
-# Number of single steps probed after the timed part: up to this many within half a second, at least two.
-_PROBES = 5
-_PROBES_MS = 500.0
-# The device is held for this multiple of the host's time for a step, so the host is done before it begins.
-_HOLD = 1.5
 
 
 def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Stillness | None = None) -> Outcome:
@@ -133,10 +127,13 @@ class _Loop:
         return steps
 
     def _probe(self, step_ms: float) -> tuple[float, float]:
-        """Returns (ms the host needs to enqueue a step, ms the device needs for a step that was enqueued ahead)."""
-        count = max(2, min(_PROBES, round(_PROBES_MS / step_ms)))
+        """Returns (ms the host needs to enqueue a step, ms the device needs for a step that was enqueued ahead).
+
+        Both are medians of up to `FEW_STEPS` within a second, of two at least.
+        """
+        count = max(2, min(FEW_STEPS, round(1000 / step_ms)))
         host_ms = statistics.median(self._host_ms() for _ in range(count))
-        self.feed.hold_ms = _HOLD * host_ms
+        self.feed.hold_ms = 2 * host_ms  # the host is done before the device begins
         return host_ms, statistics.median(self._busy_ms() for _ in range(count))
 
     def _host_ms(self) -> float:

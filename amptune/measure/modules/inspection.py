@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
+from amptune.measure.modules.replay import versions_of
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.class_swap import obstacle
@@ -28,11 +30,12 @@ from amptune.runtime.float8 import no_float8_because
 from amptune.runtime.module_precision import has_forward
 from amptune.runtime.optimizer import is_fusable
 
-__all__ = ["inspect_model"]
+__all__ = ["MOST_MICRO_BATCHES", "inspect_model"]
 
 # FP8 gained 1.15 and 1.21 times on models of Linears this wide (reports/h200/float8). Below, and on batches of fewer
 # rows than the smaller side, torchao's authors report none; that was not measured here.
-LEAST_SIDE, LEAST_LONG_SIDE = 2048, 4096
+LEAST_SIDE = 2048
+LEAST_LONG_SIDE = 2 * LEAST_SIDE
 # A step of the user's own may be one of so many micro-batches before the optimizer's step.
 MOST_MICRO_BATCHES = 16
 
@@ -78,6 +81,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
     finally:
         bench.release()
+    repeated = {path: bench.model.get_submodule(path) for path in repeated_paths(bench.model)}
     return Subject(
         name=bench.workload.name or "workload",
         source_digest=source_digest,
@@ -88,14 +92,18 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         convolution_dims=frozenset(
             len(m.kernel_size) for m in leaves.values() if isinstance(m, nn.modules.conv._ConvNd)
         ),
-        modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
+        modules=tuple(
+            Module(path=path, types=_types_of(module), runs=has_forward(module))
+            for path, module in bench.model.named_modules()
+            if path
+        ),
         root_types=_types_of(bench.model),
         tolerance=bench.workload.evaluate_tolerance,
         fusable=fusable,
         own_step=bench.workload.step is not None,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
-        blocks=tuple(path for path in repeated_paths(bench.model) if _can_recompute(bench.model.get_submodule(path))),
+        blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),
         wide_linears=_wide_linears(bench, seen),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
         attends=attention.was_called and bench.device.type == "cuda",
@@ -119,10 +127,6 @@ def _is_wide(linear: nn.Linear, flops: int) -> bool:
     return rows >= LEAST_SIDE and obstacle(linear, "float8") is None
 
 
-def _can_recompute(block: nn.Module) -> bool:
-    return obstacle(block, "recomputed") is None
-
-
 def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> None:
     """Runs a step, or several of the user's own until one trains. Raises `TargetError` if the model is not trained."""
     held = [parameter for optimizer in stepper.optimizers for parameter in _require_own(optimizer, model)]
@@ -131,13 +135,13 @@ def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> 
     def note(*_: Any) -> None:
         reached.append(any(parameter.grad is not None for parameter in held))
 
-    versions = _versions(model)
+    versions = versions_of(list(model.parameters()))
     with ExitStack() as hooks:
         for optimizer in stepper.optimizers:
             hooks.enter_context(optimizer.register_step_pre_hook(note))
         for _ in range(MOST_MICRO_BATCHES if own_step else 1):
             stepper()
-            if reached or _versions(model) != versions:
+            if reached or versions_of(list(model.parameters())) != versions:
                 break
         else:
             raise TargetError(
@@ -161,14 +165,9 @@ def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.
     return held
 
 
-def _versions(model: nn.Module) -> list[int]:
-    """Returns how often each weight was written to."""
-    return [parameter._version for parameter in model.parameters()]
-
-
 @contextmanager
 def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[None]:
-    order = iter(range(1_000_000))
+    order = count()
 
     def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         mine = seen[path]
@@ -182,10 +181,6 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
                 continue  # it takes no hooks
             hooks.enter_context(module.register_forward_hook(partial(note, path)))
         yield
-
-
-def _module(path: str, module: nn.Module) -> Module:
-    return Module(path=path, types=_types_of(module), runs=has_forward(module))
 
 
 def _types_of(module: nn.Module) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from amptune.measure.modules.replay import Call, Replay, floating_in, kept_as_it
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity, Stream
+from amptune.policy.knobs.loss_scale import LossScale
 from amptune.policy.settings import Policy
 from amptune.runtime.tuned import AUTOCAST_DTYPES
 
@@ -29,10 +30,9 @@ __all__ = ["sense"]
 
 # Modules of one type and shape share their times: this many runs of them are timed in total.
 TIMED_RUNS = 3
-# GradScaler's first scale, used for fp16 gradients.
-LOSS_SCALE = {"bf16": 1.0, "fp16": 65536.0}
-# A cast of this many FP32 bytes measures the cost of casts per byte.
-CAST_BYTES = 2**26
+# A cast of this many numbers measures the cost of casts per byte.
+CAST_NUMEL = 2**24
+FP32_BYTES = torch.float32.itemsize
 
 
 def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
@@ -145,10 +145,11 @@ class _Watch:
         seen.key = call.key
         with kept_as_it_is(call.module, self._device):
             seen.stream = self._stream_of(call)
-        seen.input_bytes += sum(4 * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
-        seen.output_bytes += sum(4 * tensor.numel() for tensor in outputs)
-        # Counted once for all calls: autocast caches the casts of weights.
-        seen.cast_bytes = sum(6 * weight.numel() for weight in call.module.parameters()) * (seen.stream == "half")
+        seen.input_bytes += sum(FP32_BYTES * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
+        seen.output_bytes += sum(FP32_BYTES * tensor.numel() for tensor in outputs)
+        # Read in FP32, written in half. Counted once for all calls: autocast caches the casts of weights.
+        bytes_cast = FP32_BYTES + AUTOCAST_DTYPES[self._dtypes[0]].itemsize if seen.stream == "half" else 0
+        seen.cast_bytes = sum(bytes_cast * weight.numel() for weight in call.module.parameters())
 
     def _stream_of(self, call: Call) -> Stream:
         """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
@@ -167,7 +168,7 @@ class _Watch:
         if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
             return
         for dtype in (None, *self._dtypes):
-            scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
+            scale = LossScale().init if dtype == "fp16" else 1.0
             replay = Replay(call, gradients, None if dtype is None else AUTOCAST_DTYPES[dtype], self._device, scale)
             replay.run()
             self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
@@ -197,12 +198,12 @@ class _Watch:
 
 def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
     """Returns a cast's time per byte read or written, when launched behind other work."""
-    tensor = torch.ones(CAST_BYTES // 4, device=device)
-    tensor.to(dtype)
+    tensor = torch.ones(CAST_NUMEL, device=device)
+    bytes_cast = tensor.nbytes + tensor.to(dtype).nbytes
     times = [later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return min(later() for later in times) / (1.5 * CAST_BYTES)
+    return min(later() for later in times) / bytes_cast
 
 
 @contextmanager

@@ -36,6 +36,8 @@ PARTS = 10
 LEAST_STEPS = 2 * PARTS
 # With fewer seeds nobody knows what FP32's own runs differ by.
 LEAST_SEEDS = 3
+# The upper end of a 95 % interval.
+UPPER_95 = 0.975
 # The number of points of a curve that is drawn.
 POINTS = 200
 
@@ -172,8 +174,8 @@ def _gaps(
     seeds = len(fp32)
     variance, of_policy, of_both = (_smooth(one.var(axis=0, ddof=1)) for one in (fp32, policy, policy - fp32))
     spread = np.maximum(np.sqrt(variance), LEAST_DEVIATION * level)
-    apart = np.sqrt((variance + of_policy) / seeds) * stdtrit(2 * (seeds - 1), 0.975)
-    error = np.minimum(apart, np.sqrt(of_both / seeds) * stdtrit(seeds - 1, 0.975))
+    apart = np.sqrt((variance + of_policy) / seeds) * stdtrit(2 * (seeds - 1), UPPER_95)
+    error = np.minimum(apart, np.sqrt(of_both / seeds) * stdtrit(seeds - 1, UPPER_95))
     return [
         Gap(
             what=name,

@@ -7,7 +7,7 @@ from multiprocessing.context import BaseContext
 
 __all__ = ["Activity"]
 
-LONGEST = 200
+LONGEST = 1024
 
 
 class Activity:

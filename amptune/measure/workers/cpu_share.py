@@ -30,7 +30,7 @@ CORES_PER_GRAPH = 4
 def rarely_collecting_garbage() -> Iterator[None]:
     """Compiling makes millions of small objects: collecting garbage as often as usual takes a fifth of its time."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(50_000, 50, 50)
+    gc.set_threshold(50_000)
     try:
         yield
     finally:

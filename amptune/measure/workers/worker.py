@@ -87,12 +87,10 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    stream = io.TextIOWrapper(
-        io.BufferedWriter(LogStream(log)), encoding="utf-8", errors="replace", line_buffering=True
-    )
+    log = LogStream(setting.log, "a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    stream = io.TextIOWrapper(io.BufferedWriter(log), encoding="utf-8", errors="replace", line_buffering=True)
     sys.stdout = sys.stderr = stream
     if setting.source.target is not None:
         from amptune.workload.targets import Target
