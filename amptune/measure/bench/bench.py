@@ -15,13 +15,19 @@ import torch
 
 from amptune.changes.tensor_tree import moved_to, stored_in
 from amptune.hardware.nvml import NvmlGpu
-from amptune.measure.bench.batch_sequence import Batches, BatchSequence
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
-from amptune.measure.bench.drawn_batches import DrawnBatches, bytes_of, seed_everything, sums_of
+from amptune.measure.bench.drawn_batches import (
+    Batches,
+    BatchSequence,
+    DrawnBatches,
+    bytes_of,
+    seed_everything,
+    sums_of,
+)
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.bench.host_state import HostState
+from amptune.measure.bench.host_state import HostState, can_be_written
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.bench.policy_timer import PolicyTimer
 from amptune.measure.bench.readings import Instruments
@@ -264,7 +270,7 @@ class Bench:
         self._host_state.put_back()
         initial_state = self._initial if self._near is None else self._near
         for tensor, initial in zip(self._state(), [*weights, *initial_state[len(weights) :]], strict=True):
-            if _can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
+            if can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
                 if tensor.shape != initial.shape:
                     tensor.resize_(initial.shape)  # observers of quantization-aware training resize their buffers
                 tensor.copy_(initial) if self._tuned is None else self._tuned.write(tensor, initial)
@@ -290,8 +296,3 @@ class Bench:
             if torch.cuda.memory_reserved() > GRAPHS_SHARE * torch.cuda.get_device_properties(self.device).total_memory:
                 self._compilations.forget()
                 torch.cuda.empty_cache()
-
-
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Returns False for an expanded tensor: several of its elements are one."""
-    return tensor.layout is not torch.strided or 0 not in tensor.stride()

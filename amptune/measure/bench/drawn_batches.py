@@ -1,12 +1,12 @@
-"""Batches that are drawn ahead of what is timed, under a fixed seed, and kept on the CPU."""
+"""Batches that are drawn ahead of what is timed, under a fixed seed, and the order in which steps take them."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -18,7 +18,7 @@ from amptune.workload.loader_batches import LARGE_BYTES, MOST_KEPT
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["KEPT_BYTES", "DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
+__all__ = ["KEPT_BYTES", "BatchSequence", "Batches", "DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
 
 # All policies are timed on one sequence of batches that lie on the device: at most `MOST_KEPT`, drawn in about so many
 # seconds, of at most `LARGE_BYTES`. Batches larger than that: two, as in training that copies the next batch while it
@@ -26,12 +26,17 @@ __all__ = ["KEPT_BYTES", "DrawnBatches", "bytes_of", "seed_everything", "sums_of
 DRAWING_S, LARGE_BATCHES = 1.0, 2
 # Batches are kept for later while their total size is below this: a GiB.
 KEPT_BYTES = 1024 * MIB
+# The steps before a timed block see at least so many batches: a graph is compiled anew for the first other shape.
+FEWEST_WARM = 2
 
 _Key = tuple[str, int, int | None]  # what is asked for: its name, the samples, the number
 
 
 class DrawnBatches:
-    """The batches of one workload, drawn by its `batch`. The same question has the same answer in every process."""
+    """The batches of one workload, drawn by its `batch` and kept on the CPU.
+
+    The same question has the same answer in every process.
+    """
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self._workload = workload
@@ -107,6 +112,41 @@ class DrawnBatches:
         if bytes_of([self._kept[key] for key in others]) > KEPT_BYTES:
             for key in others:
                 del self._kept[key]
+
+
+class Batches(Protocol):
+    """An endless iterator of batches on the device."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __next__(self) -> Any: ...
+
+    def begin_block(self) -> None:
+        """Is called before each block of steps that is timed."""
+        ...
+
+
+class BatchSequence:
+    """An endless cycle of batches. Each block begins with the second half of them, after `begin`.
+
+    The steps before the first block get the first half alone. What a policy pays for a batch that it has not seen, as
+    graphs recorded for its shapes, is thus in its block, as training pays for it.
+    """
+
+    def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
+        self._batches, self._begin = batches, begin
+        self._at, self._count = 0, max(min(len(batches), FEWEST_WARM), len(batches) // 2)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._at += 1
+        return self._batches[(self._at - 1) % self._count]
+
+    def begin_block(self) -> None:
+        self._at, self._count = len(self._batches) // 2, len(self._batches)
+        self._begin()
 
 
 def bytes_of(batches: Sequence[Any]) -> int:

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from amptune.measure.bench.bench import Bench
-from amptune.measure.bench.clocks import FEW_STEPS, clock_for
+from amptune.measure.bench.clocks import FEW_STEPS, clock_for, finish
 from amptune.measure.breakdown.figures import distil
 from amptune.measure.breakdown.step_trace import MODULE_RANGE, STEP_RANGE, StepTrace, read_trace
 from amptune.measure.results.step_profile import StepProfile
@@ -67,17 +67,12 @@ def _timed(step: Callable[[], object], device: torch.device) -> tuple[float, flo
 
 def _host_ms(step: Callable[[], object], device: torch.device) -> float:
     """Returns the time the host takes to issue a step, including any wait for the device inside the step."""
-    _finish(device)
+    finish(device)
     started_s = time.perf_counter()
     step()
     took_ms = 1000 * (time.perf_counter() - started_s)
-    _finish(device)
+    finish(device)
     return took_ms
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _traces(step: Callable[[], object], device: torch.device, steps: int) -> list[StepTrace]:
@@ -96,12 +91,12 @@ def _recorded(step: Callable[[], object], device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    _finish(device)
+    finish(device)
     profiler = profile(activities=activities, record_shapes=True)
     with profiler:
         with record_function(STEP_RANGE):
             step()
-        _finish(device)
+        finish(device)
     return profiler
 
 

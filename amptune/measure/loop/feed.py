@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from amptune.changes.tensor_tree import map_tensors, moved_to, tensors_in
 from amptune.errors import TargetError
@@ -25,7 +25,7 @@ _END = object()
 class Epochs:
     """An endless iterator over the loader's batches on the host; a loader that ends is started again.
 
-    A workload without a loader gets the batches that were `drawn` ahead, or a DataLoader that calls `batch` each time.
+    A workload without a loader gets the batches that were `drawn` ahead, or new ones from its `batch`.
     Raises `TargetError` if there is nothing to iterate over, `UserCodeError` if the user's code raises. `failed` tells
     if it raised.
     """
@@ -215,26 +215,12 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors_in(batch)]
 
 
-class _Fresh(IterableDataset[Any]):
-    """A dataset that calls `batch(n)` for every batch."""
-
-    def __init__(self, workload: Workload, batch_size: int) -> None:
-        self._workload = workload
-        self._batch_size = batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._workload.batch(self._batch_size)
-
-
-def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> DataLoader[Any]:
-    """Pins batches itself: DataLoader does not pin dataclasses and turns tuples into lists (torch 2.9)."""
-    return DataLoader(_Fresh(workload, batch_size), batch_size=None, collate_fn=_pinned if pinned else _as_it_is)
+def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> Iterator[Any]:
+    """Yields batches without end, as a loader without worker processes makes them."""
+    while True:
+        batch = workload.batch(batch_size)
+        yield _pinned(batch) if pinned else batch
 
 
 def _pinned(batch: Any) -> Any:
     return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from amptune.measure.bench.batch_sequence import Batches
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import FEW_STEPS, Stopwatch, stopwatch_for
+from amptune.measure.bench.drawn_batches import Batches
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
 from amptune.measure.bench.stillness import Stillness

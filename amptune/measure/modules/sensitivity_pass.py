@@ -18,6 +18,7 @@ from torch import nn
 
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.clocks import finish
 from amptune.measure.modules.replay import Call, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
@@ -179,8 +180,7 @@ class _Watch:
         return min(times) * seen.calls if times else None
 
     def found(self) -> Iterator[ModuleSensitivity]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(self._device)
         for path, seen in self._seen.items():
             if seen.calls and path not in self._failed:
                 yield ModuleSensitivity(
@@ -201,8 +201,7 @@ def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
     tensor = torch.ones(CAST_NUMEL, device=device)
     bytes_cast = tensor.nbytes + tensor.to(dtype).nbytes
     times = [later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    finish(device)
     return min(later() for later in times) / bytes_cast
 
 

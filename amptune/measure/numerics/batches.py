@@ -59,7 +59,7 @@ class Feed:
         self._resident.clear()
 
     def _moved(self, batch: Any) -> Any:
-        return moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True))
+        return moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True, non_blocking=True))
 
 
 def fingerprint_of(bench: Bench) -> tuple[float, ...]:

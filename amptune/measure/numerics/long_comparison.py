@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -144,7 +145,7 @@ def buffers_of(pairs: Sequence[CurvePair]) -> tuple[BufferParity, ...]:
         for parity in buffer_parities(pair.fp32, others, pair.policy):
             found.setdefault(parity.path, []).append(parity)
     return tuple(
-        BufferParity(path=path, off=_mean([one.off for one in seen]), apart=_mean([one.apart for one in seen]))
+        BufferParity(path=path, off=fmean(one.off for one in seen), apart=fmean(one.apart for one in seen))
         for path, seen in found.items()
     )
 
@@ -195,7 +196,3 @@ def _smooth(variances: Values) -> Values:
     padded = np.pad(variances, 1, mode="edge")
     around: Values = np.stack([padded[:-2], padded[1:-1], padded[2:]]).mean(axis=0)
     return around
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -29,11 +29,10 @@ import psutil
 from amptune.errors import StudyError
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
-from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.cpu_share import cores, limit_threads
 from amptune.measure.workers.death import death_of, kernel_oom_kills
 from amptune.measure.workers.setting import Setting
-from amptune.measure.workers.worker import start
+from amptune.measure.workers.worker import Activity, start
 from amptune.workload.script import imports_of
 
 __all__ = [

@@ -18,10 +18,10 @@ WIDTH = 8
 
 def warm_up(device: torch.device) -> None:
     """Trains a toy model for a few steps."""
-    layers = nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
+    layers = nn.Conv2d(WIDTH, WIDTH, 2), nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    images = torch.zeros(WIDTH, WIDTH, WIDTH, WIDTH, device=device)
+    images = torch.zeros(WIDTH, WIDTH, WIDTH + 1, WIDTH + 1, device=device)
     for enabled in (False, True):
         with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
             loss = model(images).float().square().mean()
