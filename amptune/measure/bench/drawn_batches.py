@@ -114,19 +114,15 @@ class DrawnBatches:
                 del self._kept[key]
 
 
-class Batches(Protocol):
+class Batches(Iterator[Any], Protocol):
     """An endless iterator of batches on the device."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def __next__(self) -> Any: ...
 
     def begin_block(self) -> None:
         """Is called before each block of steps that is timed."""
         ...
 
 
-class BatchSequence:
+class BatchSequence(Iterator[Any]):
     """An endless cycle of batches. Each block begins with the second half of them, after `begin`.
 
     The steps before the first block get the first half alone. What a policy pays for a batch that it has not seen, as
@@ -136,9 +132,6 @@ class BatchSequence:
     def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
         self._batches, self._begin = batches, begin
         self._at, self._count = 0, max(min(len(batches), FEWEST_WARM), len(batches) // 2)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         self._at += 1

@@ -22,7 +22,7 @@ __all__ = ["Epochs", "LoaderFeed"]
 _END = object()
 
 
-class Epochs:
+class Epochs(Iterator[Any]):
     """An endless iterator over the loader's batches on the host; a loader that ends is started again.
 
     A workload without a loader gets the batches that were `drawn` ahead, or new ones from its `batch`.
@@ -47,9 +47,6 @@ class Epochs:
         self._loader: Iterable[Any] | None = None
         self._iterator: Iterator[Any] = iter(())
         self._given = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:
@@ -98,7 +95,7 @@ class Epochs:
                 loader._iterator = None  # persistent workers: the next epoch would wait for the ended ones
 
 
-class LoaderFeed:
+class LoaderFeed(Iterator[Any]):
     """An iterator over batches on the device, with laps: one for waiting, one for copying, then the step's.
 
     `wait_s` is the time the host was blocked for batches, `host_s` that plus its time to copy them. `samples` counts
@@ -140,9 +137,6 @@ class LoaderFeed:
         """Returns the share of the time since `begin_block` for which the device waited for batches."""
         totals_ms = self._stopwatch.totals_ms()
         return totals_ms["wait"] / max(sum(totals_ms.values()), sys.float_info.min)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         self._stopwatch.mark("step")

@@ -22,7 +22,7 @@ SMALLEST_PART = 4
 
 
 @dataclass
-class Feed:
+class Feed(Iterator[Any]):
     """An iterator over copies of the batch at `at`; `batches` are a workload's batches or the parts of one.
 
     Batches up to `KEPT_BYTES` in total stay on the device after their first use.
@@ -39,9 +39,6 @@ class Feed:
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if not self._stay:
