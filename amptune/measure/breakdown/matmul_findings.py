@@ -25,7 +25,7 @@ def product_findings(profile: StepProfile, gpu: Gpu | None, policy: Policy) -> I
 
 def _unaligned(profile: StepProfile) -> Iterator[Finding]:
     ms = sum(matmul.ms for matmul in profile.unaligned)
-    if ms < SHARE * profile.step_ms:
+    if ms <= SHARE * profile.step_ms:
         return
     times = [(matmul.module, matmul.ms) for matmul in profile.unaligned]
     slowest = profile.unaligned[0]
@@ -43,7 +43,7 @@ def _unaligned(profile: StepProfile) -> Iterator[Finding]:
 
 def _grouped(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     ms = sum(convolution.plain_ms for convolution in profile.grouped)
-    if ms < SHARE * profile.step_ms:
+    if ms <= SHARE * profile.step_ms:
         return
     times = [(convolution.module, convolution.plain_ms) for convolution in profile.grouped]
     slowest = max(profile.grouped, key=lambda convolution: convolution.plain_ms)
@@ -69,7 +69,7 @@ def _no_tensor_cores(profile: StepProfile, gpu: Gpu, policy: Policy) -> Iterator
     plain = [p for p in profile.products if p.plain_ms and not (p.kind == "convolution" and p.module in told)]
     times: Times = [(product.module, product.plain_ms) for product in plain]
     ms = sum(time for _, time in times)
-    if ms < SHARE * profile.step_ms:
+    if ms <= SHARE * profile.step_ms:
         return
     message = (
         f"matrix products and convolutions take {ms:.3g} ms of the step's {profile.step_ms:.3g} without tensor cores, "

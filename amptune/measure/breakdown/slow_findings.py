@@ -106,7 +106,7 @@ def _fewer_launches(profile: StepProfile, policy: Policy) -> str:
 
 
 def _casts(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
-    if profile.cast_ms < SHARE * profile.step_ms:
+    if profile.cast_ms <= SHARE * profile.step_ms:
         return
     times: Times = [(cast.module, cast.ms) for cast in profile.casts]
     mib = sum(cast.mib for cast in profile.casts)
@@ -181,7 +181,7 @@ def _slow_operation(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
 
 def _optimizer(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     ms = profile.optimizer_ms
-    if policy.fused_optimizer or profile.device == "cpu" or ms < SHARE * profile.step_ms:
+    if policy.fused_optimizer or profile.device == "cpu" or ms <= SHARE * profile.step_ms:
         return
     yield Finding(
         code="unfused-optimizer",
