@@ -6,7 +6,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from amptune.hardware.machine import MIB
@@ -38,17 +37,6 @@ __all__ = ["distil"]
 _OPTIMIZER = "Optimizer.step#"
 _Kind = TypeVar("_Kind", ModuleTime, CastTime, LayoutTime, UnalignedMatmul, GroupedConvolution, OperationTime)
 _ProductKind = Literal["matmul", "convolution"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """A piece of the device's time: a kernel, or on a CPU an operation without its inner ones."""
-
-    name: str
-    op: Op | None
-    module: str | None
-    ms: float
-    compute: bool = True
 
 
 class _Sums:
@@ -113,7 +101,7 @@ class _Tally:
     def add(self, trace: StepTrace, step_ms: float) -> None:
         nesting = Nesting(trace.ops)
         self._count_ops(trace.ops, nesting)
-        for work in _on_device(trace, nesting) if self._on_gpu else _on_host(trace, nesting, step_ms):
+        for work in trace.kernels if self._on_gpu else _on_host(trace, nesting, step_ms):
             self._add_work(work, nesting)
 
     def _count_ops(self, ops: Iterable[Op], nesting: Nesting) -> None:
@@ -124,43 +112,44 @@ class _Tally:
             elif self._on_gpu and unaligned_dims(op):
                 self._sums.add(UnalignedMatmul, _unaligned(op, nesting.module_of(op)), ms=0, count=1)
 
-    def _add_work(self, work: _Work, nesting: Nesting) -> None:
-        if nesting.nearest(work.op, lambda op: op.name.startswith(_OPTIMIZER)):
-            self._optimizer_ms += work.ms
+    def _add_work(self, work: Kernel, nesting: Nesting) -> None:
+        op, ms = nesting.op(work.op), work.us / 1000
+        if nesting.nearest(op, lambda one: one.name.startswith(_OPTIMIZER)):
+            self._optimizer_ms += ms
             self._optimizer_kernels += self._on_gpu and work.compute
             return
-        about: dict[str, Any] = {"module": work.module}
-        self._sums.add(ModuleTime, about, ms=work.ms)
-        copy = nesting.nearest(work.op, lambda op: op.name == "aten::copy_")
-        convolution = nesting.nearest(work.op, is_convolution)
+        about: dict[str, Any] = {"module": nesting.module_of(op)}
+        self._sums.add(ModuleTime, about, ms=ms)
+        copy = nesting.nearest(op, lambda one: one.name == "aten::copy_")
+        convolution = nesting.nearest(op, is_convolution)
+        kind = kind_of_kernel(work.name)
         if copy is not None and is_cast(copy):
-            self._sums.add(CastTime, about, ms=work.ms, count=0, mib=0)
-        elif (copy is not None and convolution is not None) or kind_of_kernel(work.name) == "layout":
+            self._sums.add(CastTime, about, ms=ms, count=0, mib=0)
+        elif (copy is not None and convolution is not None) or kind == "layout":
             channels = None if convolution is None else groups_and_channels(convolution)[1]
             about |= {"kernel": _short(work.name), "channels": channels}
-            self._sums.add(LayoutTime, about, ms=work.ms, count=1)
-        elif nesting.nearest(work.op, is_product) is None and kind_of_kernel(work.name) != "tensor-core":
-            if work.op is not None and work.op.name.startswith("aten::"):
-                about |= {"operation": kind_of_operation(work.op)}
-                self._sums.add(OperationTime, about, ms=work.ms, count=1)
+            self._sums.add(LayoutTime, about, ms=ms, count=1)
+        elif nesting.nearest(op, is_product) is None and kind != "tensor-core":
+            if op is not None and op.name.startswith("aten::"):
+                about |= {"operation": kind_of_operation(op)}
+                self._sums.add(OperationTime, about, ms=ms, count=1)
         elif self._on_gpu:
-            self._add_product(work, nesting, convolution)
+            self._add_product(work, about["module"], convolution, nesting.nearest(op, is_matmul))
 
-    def _add_product(self, work: _Work, nesting: Nesting, convolution: Op | None) -> None:
-        kind = kind_of_kernel(work.name)
-        plain_ms = work.ms if kind == "plain" else 0.0
+    def _add_product(self, work: Kernel, module: str | None, convolution: Op | None, matmul: Op | None) -> None:
+        kind, ms = kind_of_kernel(work.name), work.us / 1000
+        plain_ms = ms if kind == "plain" else 0.0
         if kind in ("tensor-core", "plain"):
             of: _ProductKind = "matmul" if convolution is None else "convolution"
-            mine, name = self._plain_ms[work.module, of], _short(work.name)
+            mine, name = self._plain_ms[module, of], _short(work.name)
             mine[name] = mine.get(name, 0.0) + plain_ms
-        matmul = nesting.nearest(work.op, is_matmul)
         if convolution is not None:
             groups, channels = groups_and_channels(convolution)
             if groups > 1:
-                about = {"module": work.module, "groups": groups, "channels": channels}
-                self._sums.add(GroupedConvolution, about, ms=work.ms, plain_ms=plain_ms)
+                about = {"module": module, "groups": groups, "channels": channels}
+                self._sums.add(GroupedConvolution, about, ms=ms, plain_ms=plain_ms)
         elif matmul is not None and unaligned_dims(matmul):
-            self._sums.add(UnalignedMatmul, _unaligned(matmul, work.module), ms=work.ms, count=0)
+            self._sums.add(UnalignedMatmul, _unaligned(matmul, module), ms=ms, count=0)
 
     def figures(self, steps: int) -> dict[str, Any]:
         return {
@@ -190,19 +179,13 @@ def _unaligned(op: Op, module: str | None) -> dict[str, Any]:
     }
 
 
-def _on_device(trace: StepTrace, nesting: Nesting) -> Iterator[_Work]:
-    for kernel in trace.kernels:
-        op = nesting.op(kernel.op)
-        yield _Work(name=kernel.name, op=op, module=nesting.module_of(op), ms=kernel.us / 1000, compute=kernel.compute)
-
-
-def _on_host(trace: StepTrace, nesting: Nesting, step_ms: float) -> Iterator[_Work]:
-    """Yields each operation's own time, scaled to the unprofiled step: the profiler slows all operations."""
+def _on_host(trace: StepTrace, nesting: Nesting, step_ms: float) -> Iterator[Kernel]:
+    """Yields each operation as a kernel of its own time, scaled to the unprofiled step: the profiler slows them all."""
     start_us = min(op.start_us for op in trace.ops)
     end_us = max(op.start_us + op.us for op in trace.ops)
     scale = step_ms / (end_us - start_us)
     for op in trace.ops:
-        yield _Work(name=op.name, op=op, module=nesting.module_of(op), ms=nesting.own_us(op) * scale)
+        yield Kernel(name=op.name, start_us=op.start_us, us=1000 * scale * nesting.own_us(op), op=op.id)
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:

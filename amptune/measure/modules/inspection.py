@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -40,15 +40,6 @@ LEAST_LONG_SIDE = 2 * LEAST_SIDE
 MOST_MICRO_BATCHES = 16
 
 
-@dataclass(slots=True)
-class _Seen:
-    """Figures of one module from its hooks, summed over its calls."""
-
-    flops: int = 0
-    cast_numel: int = 0
-    called: int | None = None
-
-
 class _Attention(TorchFunctionMode):
     """A mode that notes whether a function is called that chooses among kernels for attention."""
 
@@ -68,7 +59,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     the step does not train the model.
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
-    seen = {path: _Seen() for path in leaves}
+    seen = {path: _unseen(path, module) for path, module in leaves.items()}
     fusable, attention = False, _Attention()
     digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
@@ -88,7 +79,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         model_digest=digest,
         batch_size=bench.workload.batch_size,
         parameters=sum(p.numel() for p in bench.model.parameters()),
-        leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
+        leaves=tuple(seen.values()),
         convolution_dims=frozenset(
             len(m.kernel_size) for m in leaves.values() if isinstance(m, nn.modules.conv._ConvNd)
         ),
@@ -110,7 +101,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     )
 
 
-def _wide_linears(bench: Bench, seen: Mapping[str, _Seen]) -> tuple[str, ...]:
+def _wide_linears(bench: Bench, seen: Mapping[str, Leaf]) -> tuple[str, ...]:
     """Returns the Linears to try in FP8, in the model's order: the last one called, the head, needs its precision."""
     linears = {path: one for path, one in bench.model.named_modules() if isinstance(one, nn.Linear)}
     called = {path: at for path in linears if path in seen and (at := seen[path].called) is not None}
@@ -166,14 +157,18 @@ def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.
 
 
 @contextmanager
-def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[None]:
+def _watching(leaves: dict[str, nn.Module], seen: dict[str, Leaf]) -> Iterator[None]:
+    """Adds every call of the leaves to what was seen of them."""
     order = count()
 
     def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         mine = seen[path]
-        mine.called = next(order) if mine.called is None else mine.called
-        mine.flops += _flops(module, inputs, output)
-        mine.cast_numel += _numel(inputs) + sum(p.numel() for p in module.parameters(recurse=False))
+        seen[path] = replace(
+            mine,
+            called=next(order) if mine.called is None else mine.called,
+            flops=mine.flops + _flops(module, inputs, output),
+            cast_numel=mine.cast_numel + _numel(inputs) + mine.parameters,
+        )
 
     with ExitStack() as hooks:
         for path, module in leaves.items():
@@ -187,15 +182,10 @@ def _types_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(kind.__name__ for kind in type(module).__mro__ if kind is not object)
 
 
-def _leaf(path: str, module: nn.Module, seen: _Seen) -> Leaf:
-    return Leaf(
-        path=path,
-        type=type(module).__name__,
-        parameters=sum(p.numel() for p in module.parameters(recurse=False)),
-        flops=seen.flops,
-        cast_numel=seen.cast_numel,
-        called=seen.called,
-    )
+def _unseen(path: str, module: nn.Module) -> Leaf:
+    """Returns a leaf that no step has reached yet."""
+    parameters = sum(p.numel() for p in module.parameters(recurse=False))
+    return Leaf(path=path, type=type(module).__name__, parameters=parameters, flops=0, cast_numel=0, called=None)
 
 
 def _flops(module: nn.Module, inputs: Any, output: Any) -> int:
