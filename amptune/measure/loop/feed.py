@@ -27,7 +27,7 @@ class Epochs(Iterator[Any]):
 
     A workload without a loader gets the batches that were `drawn` ahead, or new ones from its `batch`.
     Raises `TargetError` if there is nothing to iterate over, `UserCodeError` if the user's code raises. `failed` tells
-    if it raised.
+    if it raised, or gave nothing.
     """
 
     def __init__(
@@ -115,19 +115,10 @@ class LoaderFeed(Iterator[Any]):
         self.samples = 0
         self.pinned = True
         self.hold_ms = 0.0
-        self._epochs = Epochs(workload, batch_size, device, drawn)
+        self.epochs = Epochs(workload, batch_size, device, drawn)
         self._counter = SampleCounter(workload, batch_size)
         self._device = device
         self._stopwatch = stopwatch
-
-    @property
-    def source(self) -> Literal["loader", "batch"]:
-        return self._epochs.source
-
-    @property
-    def failed(self) -> bool:
-        """True if the user's loader raised, or gave nothing, rather than the step."""
-        return self._epochs.failed
 
     def begin_block(self) -> None:
         """Begins to count the time that the device waits for batches."""
@@ -141,7 +132,7 @@ class LoaderFeed(Iterator[Any]):
     def __next__(self) -> Any:
         self._stopwatch.mark("step")
         start = time.perf_counter()
-        batch = next(self._epochs)
+        batch = next(self.epochs)
         self.wait_s += time.perf_counter() - start
         self._stopwatch.mark("wait")
         self.samples += self._counter.samples_in(batch)
@@ -161,7 +152,7 @@ class LoaderFeed(Iterator[Any]):
 
     def close(self) -> None:
         """Ends the loader's worker processes."""
-        self._epochs.close()
+        self.epochs.close()
 
 
 class SampleCounter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 
 import torch
 
@@ -37,11 +38,8 @@ def require_sound_input(bench: Bench) -> None:
     _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
     if workload.loader is None:
         return
-    epochs = Epochs(workload, workload.batch_size, torch.device("cpu"))
-    try:
+    with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
         SampleCounter(workload, workload.batch_size).samples_in(next(epochs))
-    finally:
-        epochs.close()
 
 
 def _require_samples(workload: Workload, batch: object) -> None:
