@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from amptune.errors import DeviceError
 from amptune.hardware.generations import generation_of
 from amptune.hardware.labels import labels_of, site_labels
-from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.hardware.machine import MIB, Cpu, Gpu, Hardware, Software
 from amptune.hardware.nvml import NvmlAbsent, connect
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def as_torch_has_it(index: int, properties: Any) -> Gpu:
         uuid=str(properties.uuid),
         generation=generation.name,
         compute_capability=compute_capability,
-        memory_mib=properties.total_memory // _MIB,
+        memory_mib=properties.total_memory // MIB,
         multiprocessors=properties.multi_processor_count,
         tensor_cores=generation.tensor_cores,
         bf16=generation.bf16,
@@ -145,9 +145,6 @@ def with_readings(gpu: Gpu, nvml: NvmlGpu) -> Gpu:
         ecc=nvml.ecc(),
         other_processes=None if other_memory else nvml.processes(),
     )
-
-
-_MIB = 1024 * 1024
 
 
 def read_cpu(root: Path = Path("/")) -> Cpu:
@@ -188,7 +185,7 @@ def _allowed_cpus() -> tuple[int, ...]:
 
 def _memory_mib(root: Path) -> int:
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # Linux and macOS have both
-    return min([installed, *_cgroup_limits(root)]) // _MIB
+    return min([installed, *_cgroup_limits(root)]) // MIB
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Cpu", "Gpu", "Hardware", "Software"]
+__all__ = ["MIB", "Cpu", "Gpu", "Hardware", "Software"]
+
+MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from amptune.hardware.machine import MIB
+
 if TYPE_CHECKING:
     from collections.abc import Collection
     from types import ModuleType, TracebackType
 
 __all__ = ["NvmlAbsent", "NvmlGpu", "connect", "open_gpu"]
-
-_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class NvmlGpu:
 
     def memory_mib(self) -> int | None:
         memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
-        return None if memory is None else memory.total // _MIB
+        return None if memory is None else memory.total // MIB
 
     def power_limit_w(self) -> float | None:
         limit_mw = self._ask("power limit", "nvmlDeviceGetEnforcedPowerLimit", self._board)

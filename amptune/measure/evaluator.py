@@ -20,7 +20,7 @@ from amptune.measure.workers import worker
 from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.cpu_share import CORES_PER_GRAPH, cores, graphs_at_once
 from amptune.measure.workers.other_programs import OtherPrograms
-from amptune.measure.workers.processes import WorkerProcess, stop_all, workers_that_fit
+from amptune.measure.workers.processes import START_LIMIT_S, WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
 from amptune.policy.setting_effects import process_of
@@ -29,9 +29,6 @@ from amptune.policy.settings import STOCK, Policy
 __all__ = ["Evaluator", "WorkerEvaluator"]
 
 T = TypeVar("T")
-
-# Covers importing torch, opening a CUDA context and building the model, for all contenders at once.
-START_LIMIT_S = 120.0
 
 
 class Evaluator(Protocol):

@@ -14,11 +14,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from amptune.changes.tensor_tree import stored_in, tensors_in
 from amptune.errors import TargetError
+from amptune.hardware.machine import MIB
 
-__all__ = ["LoaderBatches"]
+__all__ = ["LARGE_BYTES", "MOST_KEPT", "LoaderBatches"]
 
-# So many batches of a loader that decides itself which samples go together, or fewer if these are large.
-MOST_KEPT, LARGE_BYTES = 32, 256 * 2**20
+# So many batches are kept, or fewer if these are large: of a loader that decides itself which samples go together, and
+# of what steps are timed on.
+MOST_KEPT, LARGE_BYTES = 32, 256 * MIB
 
 
 class LoaderBatches:

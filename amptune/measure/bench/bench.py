@@ -15,11 +15,10 @@ import torch
 
 from amptune.changes.tensor_tree import moved_to
 from amptune.hardware.nvml import NvmlGpu
-from amptune.measure.bench.batch_sequence import Batches, BatchSequence
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
-from amptune.measure.bench.drawn_batches import DrawnBatches, seed_everything, sums_of
+from amptune.measure.bench.drawn_batches import Batches, BatchSequence, DrawnBatches, seed_everything, sums_of
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.initial_state import InitialState
 from amptune.measure.bench.peak_memory import memory_for
@@ -42,7 +41,7 @@ SEED = 0
 # Ranks train on different batches and random numbers: those of one have the seed and some behind it.
 SEEDS_APART = 1000
 # What is not timed needs no more different batches.
-FEW_BATCHES = 3
+FEW_BATCHES = 2
 # CUDA graphs keep their memory between trials of one policy, up to this share of the device's memory.
 GRAPHS_SHARE = 1 / 8
 

@@ -6,14 +6,27 @@ On a GPU both use CUDA events, since the host runs ahead of it, and do not wait 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
 
-__all__ = ["Clock", "CpuClock", "CudaClock", "Stopwatch", "clock_for", "hold_device", "stopwatch_for"]
+__all__ = [
+    "FEW_STEPS",
+    "Clock",
+    "CpuClock",
+    "CudaClock",
+    "Stopwatch",
+    "clock_for",
+    "finish",
+    "hold_device",
+    "stopwatch_for",
+]
+
+# So many single steps are enough for a median, and for what only the first steps of a policy do.
+FEW_STEPS = 5
 
 
 class Clock(Protocol):
@@ -37,10 +50,10 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Returns seconds on a monotonic clock with an arbitrary zero."""
-        ...
+        return time.perf_counter()
 
 
-class CudaClock:
+class CudaClock(Clock):
     """A clock of CUDA events between steps. It synchronises only at the end: the queue stays full, as in training.
 
     The first step waits for the host: with recorded graphs it took up to 18 % longer (reports/h100/first_steps.jsonl).
@@ -60,11 +73,8 @@ class CudaClock:
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in pairwise(marks)]
 
-    def now_s(self) -> float:
-        return time.perf_counter()
 
-
-class CpuClock:
+class CpuClock(Clock):
     """A clock of `time.perf_counter` around each step. All work is done when the last step returns."""
 
     lead = 0
@@ -79,9 +89,6 @@ class CpuClock:
             times.append(1000 * (time.perf_counter() - start))
         while_busy()
         return times
-
-    def now_s(self) -> float:
-        return time.perf_counter()
 
 
 def clock_for(device: torch.device) -> Clock:
@@ -118,12 +125,12 @@ class CudaStopwatch:
 
     def __init__(self) -> None:
         self._marks: deque[tuple[Lap, Any]] = deque()
-        self._totals_ms: dict[Lap, float] = _no_laps()
+        self._totals_ms: dict[Lap, float] = defaultdict(float)
 
     def reset(self) -> None:
         torch.cuda.synchronize()
         self._marks.clear()
-        self._totals_ms = _no_laps()
+        self._totals_ms = defaultdict(float)
         self.mark("step")
 
     def mark(self, lap: Lap) -> None:
@@ -153,7 +160,7 @@ class CpuStopwatch:
         self.reset()
 
     def reset(self) -> None:
-        self._totals_ms: dict[Lap, float] = _no_laps()
+        self._totals_ms: dict[Lap, float] = defaultdict(float)
         self._last_s = time.perf_counter()
 
     def mark(self, lap: Lap) -> None:
@@ -170,9 +177,11 @@ def hold_device(ms: float) -> None:
     torch.cuda._sleep(int(ms * _CYCLES_PER_MS))  # type: ignore[no-untyped-call]  # torch's tests' own
 
 
+def finish(device: torch.device) -> None:
+    """Waits until the device has done all its work; a CPU's is done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def stopwatch_for(device: torch.device) -> Stopwatch:
     return CudaStopwatch() if device.type == "cuda" else CpuStopwatch()
-
-
-def _no_laps() -> dict[Lap, float]:
-    return {"wait": 0.0, "copy": 0.0, "step": 0.0}

@@ -1,35 +1,42 @@
-"""Batches that are drawn ahead of what is timed, under a fixed seed, and kept on the CPU."""
+"""Batches that are drawn ahead of what is timed, under a fixed seed, and the order in which steps take them."""
 
 from __future__ import annotations
 
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from amptune.changes.tensor_tree import stored_in, tensors_in
 from amptune.errors import TargetError, UserCodeError
+from amptune.hardware.machine import MIB
 from amptune.measure.bench.failures import failure_of
+from amptune.workload.loader_batches import LARGE_BYTES, MOST_KEPT
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
+__all__ = ["KEPT_BYTES", "BatchSequence", "Batches", "DrawnBatches", "bytes_of", "seed_everything", "sums_of"]
 
-# All policies are timed on one sequence of batches that lie on the device: at most so many, drawn in about so many
-# seconds, of so many bytes. Batches larger than that: two, as in training that copies the next batch while it works on
-# the current one.
-MOST_BATCHES, DRAWING_S, LARGE_BYTES, LARGE_BATCHES = 32, 1.0, 256 * 2**20, 2
-# Batches of other sizes than the workload's own are kept while their total size is below this.
-KEPT_BYTES = 2**30
+# All policies are timed on one sequence of batches that lie on the device: at most `MOST_KEPT`, drawn in about so many
+# seconds, of at most `LARGE_BYTES`. Batches larger than that: two, as in training that copies the next batch while it
+# works on the current one.
+DRAWING_S, LARGE_BATCHES = 1.0, 2
+# Batches are kept for later while their total size is below this: a GiB.
+KEPT_BYTES = 1024 * MIB
+# The steps before a timed block see at least so many batches: a graph is compiled anew for the first other shape.
+FEWEST_WARM = 2
 
 _Key = tuple[str, int, int | None]  # what is asked for: its name, the samples, the number
 
 
 class DrawnBatches:
-    """The batches of one workload, drawn by its `batch`. The same question has the same answer in every process."""
+    """The batches of one workload, drawn by its `batch` and kept on the CPU.
+
+    The same question has the same answer in every process.
+    """
 
     def __init__(self, workload: Workload, seed: int) -> None:
         self._workload = workload
@@ -82,7 +89,7 @@ class DrawnBatches:
         batches = [self._workload.batch(samples)]
         if bytes_of(batches) >= LARGE_BYTES:
             return batches * LARGE_BATCHES  # one batch twice: drawing large batches takes seconds
-        most = min(count or MOST_BATCHES, LARGE_BYTES // max(1, bytes_of(batches)))
+        most = min(count or MOST_KEPT, LARGE_BYTES // max(1, bytes_of(batches)))
         while len(batches) < LARGE_BATCHES or (len(batches) < most and time.monotonic() < until_s):
             batches.append(self._workload.batch(samples))
         return batches
@@ -105,6 +112,34 @@ class DrawnBatches:
         if bytes_of([self._kept[key] for key in others]) > KEPT_BYTES:
             for key in others:
                 del self._kept[key]
+
+
+class Batches(Iterator[Any], Protocol):
+    """An endless iterator of batches on the device."""
+
+    def begin_block(self) -> None:
+        """Is called before each block of steps that is timed."""
+        ...
+
+
+class BatchSequence(Iterator[Any]):
+    """An endless cycle of batches. Each block begins with the second half of them, after `begin`.
+
+    The steps before the first block get the first half alone. What a policy pays for a batch that it has not seen, as
+    graphs recorded for its shapes, is thus in its block, as training pays for it.
+    """
+
+    def __init__(self, batches: Sequence[Any], begin: Callable[[], None]) -> None:
+        self._batches, self._begin = batches, begin
+        self._at, self._count = 0, max(min(len(batches), FEWEST_WARM), len(batches) // 2)
+
+    def __next__(self) -> Any:
+        self._at += 1
+        return self._batches[(self._at - 1) % self._count]
+
+    def begin_block(self) -> None:
+        self._at, self._count = len(self._batches) // 2, len(self._batches)
+        self._begin()
 
 
 def bytes_of(batches: Sequence[Any]) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from amptune.changes.tensor_tree import tensors_in
 
-__all__ = ["HostState"]
+__all__ = ["HostState", "can_be_written"]
 
 # The attributes that every module has are PyTorch's; probabilities of dropout are set while gradients are compared.
 _NOT_STATE = frozenset(vars(nn.Module())) | {"p", "dropout"}
@@ -53,12 +53,17 @@ class HostState:
                 value.update(content)
 
 
+def can_be_written(tensor: torch.Tensor) -> bool:
+    """Returns False for an expanded tensor: several of its elements are one."""
+    return tensor.layout is not torch.strided or 0 not in tensor.stride()
+
+
 def _can_be_put_back(value: Any) -> bool:
     if type(value) in _CONTAINERS:
         items = list(value.values() if isinstance(value, dict) else value)
         return not any(isinstance(item, nn.Module) for item in items) and not tensors_in(items)
     is_tensor = type(value) is torch.Tensor and value.layout is torch.strided and not value.requires_grad
-    return (is_tensor and 0 not in value.stride() and not value.is_inference()) or type(value) in _VALUES
+    return (is_tensor and can_be_written(value) and not value.is_inference()) or type(value) in _VALUES
 
 
 def _content_of(value: Any) -> Any:

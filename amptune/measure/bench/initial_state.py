@@ -9,7 +9,7 @@ from torch import nn
 
 from amptune.changes.tensor_tree import stored_in
 from amptune.measure.bench.drawn_batches import bytes_of, sums_of
-from amptune.measure.bench.host_state import HostState
+from amptune.measure.bench.host_state import HostState, can_be_written
 
 __all__ = ["InitialState"]
 
@@ -82,7 +82,7 @@ class InitialState:
         self._host_state.put_back()
         initial_state = self._values if self._near is None else self._near
         for tensor, initial in zip(self._tensors(), [*weights, *initial_state[len(weights) :]], strict=True):
-            if _can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
+            if can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():
                 if tensor.shape != initial.shape:
                     tensor.resize_(initial.shape)  # observers of quantization-aware training resize their buffers
                 tensor.copy_(initial) if write is None else write(tensor, initial)
@@ -98,8 +98,3 @@ class InitialState:
         if self.fits:
             for parameter, initial in zip(self._model.parameters(), self._values, strict=False):
                 parameter.data = initial
-
-
-def _can_be_written(tensor: torch.Tensor) -> bool:
-    """Returns False for an expanded tensor: several of its elements are one."""
-    return tensor.layout is not torch.strided or 0 not in tensor.stride()

@@ -11,9 +11,10 @@ from typing import Protocol
 import psutil
 import torch
 
+from amptune.hardware.machine import MIB
+
 __all__ = ["PeakMemory", "available_mib", "limit_memory", "memory_for"]
 
-_MIB = 2**20
 # Share of a CPU's available memory that a training process may use before the machine begins to swap.
 CPU_SHARE = 0.8
 
@@ -41,7 +42,7 @@ class _CudaPeakMemory:
         self._retries_before = self._retries()
 
     def peak_mib(self) -> tuple[float, float]:
-        return torch.cuda.max_memory_allocated() / _MIB, torch.cuda.max_memory_reserved() / _MIB
+        return torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB
 
     def alloc_retries(self) -> int:
         return self._retries() - self._retries_before
@@ -71,7 +72,7 @@ class _ResidentPeakMemory:
                 return  # a container may forbid it; the mark then covers earlier trials too
 
     def peak_mib(self) -> tuple[float, float]:
-        peak = _high_water_mark_mib() or psutil.Process().memory_info().rss / _MIB
+        peak = _high_water_mark_mib() or psutil.Process().memory_info().rss / MIB
         return peak, peak
 
     def alloc_retries(self) -> int:
@@ -86,17 +87,17 @@ def available_mib(device: torch.device) -> float:
     """Returns the memory this process could use, its own included. NVML's figure would ignore the CUDA context."""
     if device.type != "cuda":
         own = psutil.Process().memory_info().rss
-        return (psutil.virtual_memory().available * CPU_SHARE + own) / _MIB
+        return (psutil.virtual_memory().available * CPU_SHARE + own) / MIB
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    return (free + torch.cuda.memory_reserved(device)) / _MIB
+    return (free + torch.cuda.memory_reserved(device)) / MIB
 
 
 def limit_memory(device: torch.device, mib: float) -> None:
     """Makes PyTorch's GPU allocator raise out-of-memory above `mib`; the CPU's allocator has no such limit."""
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, mib * _MIB / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, mib * MIB / total), device)
 
 
 # Only glibc has it (malloc_trim(3)).

@@ -11,7 +11,7 @@ from amptune.measure.bench.clocks import Clock
 from amptune.measure.bench.compilation import Compilations
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.peak_memory import PeakMemory
-from amptune.measure.bench.step import Stepper
+from amptune.measure.bench.step import FIRST_STEPS, Stepper
 from amptune.measure.bench.step_timing import StepTimer, Surroundings, WarmUp
 from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement
@@ -22,9 +22,8 @@ from amptune.workload.workload import Workload
 
 __all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks"]
 
-# The losses of the first steps are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
+# The losses of the `FIRST_STEPS` are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
 # second step, so only a later step shows their step time.
-FIRST_STEPS = 8
 LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
 FIRST_STEPS_S = 1.0
 # Waiting for graphs that are still compiled or recorded takes at most this share of a trial's time limit, twice.

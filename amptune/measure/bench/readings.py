@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
-from amptune.measure.bench.run_delay import RunDelays, host_delay, read_run_delays
+from amptune.measure.bench.run_delay import MOST_HOST_DELAY, RunDelays, host_delay, read_run_delays
 from amptune.measure.results.outcome import Measurement, Outcome
 from amptune.policy.findings import Finding
 
@@ -63,9 +65,6 @@ NOT_REPEATED = OWN_LOAD | {COMPILING}
 PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
-# Seconds per second that a thread may wait for a CPU. On two cores, the threads of a convolutional net waited 0.01 on
-# the quiet machine, 0.3 to 0.5 beside one busy process and 0.5 beside two.
-MOST_HOST_DELAY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +135,10 @@ class Instruments:
 
 def with_busy_clocks(after: Readings, busy: Sequence[Readings]) -> Readings:
     """Returns `after` with clocks and temperature replaced by the worst ones read while the device was busy."""
+    masks = [r.clock_event_reasons for r in busy if r.clock_event_reasons is not None]
     return replace(
         after,
-        clock_event_reasons=_any_of([reading.clock_event_reasons for reading in busy]),
+        clock_event_reasons=reduce(or_, masks) if masks else None,
         sm_clock_mhz=min((r.sm_clock_mhz for r in busy if r.sm_clock_mhz is not None), default=None),
         temperature_c=max((r.temperature_c for r in busy if r.temperature_c is not None), default=None),
     )
@@ -152,7 +152,8 @@ def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | Non
     """
     reasons = after.clock_event_reasons or 0
     found = [code for bit, code in _SLOWED.items() if reasons & bit]
-    if not found and _is_low(after.sm_clock_mhz, sm_clock_max_mhz):
+    clock_mhz, most_mhz = after.sm_clock_mhz, sm_clock_max_mhz
+    if not found and clock_mhz is not None and most_mhz is not None and clock_mhz < LOW_CLOCK_SHARE * most_mhz:
         found.append(LOW_CLOCK)
     if after.alloc_retries > before.alloc_retries:
         found.append(_ALLOC_RETRIES)
@@ -161,22 +162,6 @@ def contamination(before: Readings, after: Readings, sm_clock_max_mhz: int | Non
     if (host_delay(before.run_delays, after.run_delays) or 0.0) > MOST_HOST_DELAY:
         found.append(HOST_LOAD)
     return tuple(found)
-
-
-def _is_low(sm_clock_mhz: int | None, sm_clock_max_mhz: int | None) -> bool:
-    if sm_clock_mhz is None or sm_clock_max_mhz is None:
-        return False
-    return sm_clock_mhz < LOW_CLOCK_SHARE * sm_clock_max_mhz
-
-
-def _any_of(masks: Sequence[int | None]) -> int | None:
-    known = [mask for mask in masks if mask is not None]
-    if not known:
-        return None
-    union = 0
-    for mask in known:
-        union |= mask
-    return union
 
 
 def _kin() -> frozenset[int]:

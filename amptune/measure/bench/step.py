@@ -18,7 +18,10 @@ from amptune.workload.copied_model import plain_model
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["Stepper", "nonfinite_in"]
+__all__ = ["FIRST_STEPS", "Stepper", "nonfinite_in"]
+
+# The first steps of a training: from a scale of 65536 a healthy model skips at most a few until its scale has settled.
+FIRST_STEPS = 8
 
 
 def nonfinite_in(model: torch.nn.Module) -> Iterator[str]:
@@ -128,7 +131,7 @@ class Stepper:
             kind = "weight" if broken in dict(model.named_parameters()) else "buffer"
             raise NonFiniteError(f"{kind} {broken} is not finite after {steps} steps")
         skipped = self._skipped_steps()
-        if steps >= _ENOUGH_TO_SETTLE and skipped >= steps:
+        if steps >= FIRST_STEPS and skipped >= steps:
             raise NonFiniteError(f"the loss scaler skipped all of {steps} steps: every gradient overflowed")
         return min(1.0, skipped / steps)
 
@@ -170,7 +173,3 @@ def _require_scalar(part: str, loss: Any) -> torch.Tensor:
         kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TargetError(f"{part} returned {kind}, not a scalar tensor")
     return loss
-
-
-# From a scale of 65536 a healthy model skips at most a few steps until its scale has settled.
-_ENOUGH_TO_SETTLE = 8

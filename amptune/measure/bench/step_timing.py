@@ -28,7 +28,7 @@ from amptune.measure.results.outcome import ENERGY_S, Effort
 __all__ = ["Sample", "StepTimer", "TimedBlock", "WarmUp", "is_steady", "mean_half_width"]
 
 # Warm-up is over when the medians of three successive stretches of steps lie this close together.
-STEADY = 0.03
+STEADY, STRETCHES = 0.03, 3
 # Intended time of a stretch of steps, timed without a break; at most 50 steps, so that a wrong first guess is cheap.
 STRETCH_S = 0.1
 STRETCH_STEPS = 50
@@ -234,9 +234,9 @@ def is_steady(medians: Sequence[float]) -> bool:
     Two may agree by chance on a slope. The end of a warm-up is often a slope, and so is a GPU's clock that sinks under
     its first load.
     """
-    if len(medians) < 3:
+    if len(medians) < STRETCHES:
         return False
-    low, middle, high = sorted(medians[-3:])
+    low, middle, high = sorted(medians[-STRETCHES:])
     sloping = medians[-2] == middle and high - low > STEADY / 2 * low
     return high - low <= STEADY * low and not sloping
 
@@ -263,4 +263,4 @@ def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> boo
 
 def _stretch(step_ms: float) -> int:
     """Returns the number of steps that take about `STRETCH_S`."""
-    return max(1, min(STRETCH_STEPS, round(1000 * STRETCH_S / max(step_ms, 0.01))))
+    return max(1, round(min(STRETCH_STEPS, 1000 * STRETCH_S / step_ms if step_ms else math.inf)))

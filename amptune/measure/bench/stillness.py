@@ -120,7 +120,7 @@ class StoppedTrees:
                 _of(process.suspend)
             settled_s = time.monotonic() + SETTLE_S
             while any(map(_runs, new)) and time.monotonic() < settled_s:
-                time.sleep(0.001)
+                time.sleep(SETTLE_S / 100)
 
     def release(self) -> float:
         """Lets all go on, at the first call; returns the moment when they did."""

@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amptune.hardware.machine import Gpu
-from amptune.measure.breakdown.module_times import Times, finding_about, where
-from amptune.measure.results.step_profile import GroupedConvolution, ProductTime, StepProfile
+from amptune.measure.breakdown.module_times import GAIN, LISTED, SHARE, Times, finding_about, where
+from amptune.measure.results.step_profile import ALIGNED, GroupedConvolution, ProductTime, StepProfile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
 __all__ = ["product_findings"]
-
-# Shares of the step below which there is no finding: with the gains below, a few per cent of the step.
-UNALIGNED_SHARE = 0.05
-GROUPED_SHARE = 0.1
-PLAIN_SHARE = 0.1
-# Guessed share of a product's time that a better kernel saves; only the order of findings depends on it. Padding a
-# vocabulary saves a good third of its products' time. Tensor cores are at least four times as fast.
-UNALIGNED_GAIN = 0.3
-PLAIN_GAIN = 0.75
-SHAPES = 5
 
 
 def product_findings(profile: StepProfile, gpu: Gpu | None, policy: Policy) -> Iterator[Finding]:
@@ -35,26 +25,25 @@ def product_findings(profile: StepProfile, gpu: Gpu | None, policy: Policy) -> I
 
 def _unaligned(profile: StepProfile) -> Iterator[Finding]:
     ms = sum(matmul.ms for matmul in profile.unaligned)
-    if ms <= UNALIGNED_SHARE * profile.step_ms:
+    if ms <= SHARE * profile.step_ms:
         return
     times = [(matmul.module, matmul.ms) for matmul in profile.unaligned]
     slowest = profile.unaligned[0]
-    odd = [f"{name} = {size}" for name, size in (("m", slowest.m), ("n", slowest.n), ("k", slowest.k)) if size % 8]
+    sizes = {"m": slowest.m, "n": slowest.n, "k": slowest.k}
+    odd = [f"{name} = {size}" for name, size in sizes.items() if size % ALIGNED]
     message = (
         f"half-precision products with a dimension that is no multiple of 8 take {ms:.3g} ms of the step's "
         f"{profile.step_ms:.3g}, {where(times, profile)}; the slowest is an {slowest.op} of (m, k) × (k, n) with "
         f"{' and '.join(odd)}: pad that size to the next multiple of 64 (a vocabulary of 50257 to 50304, say)"
     )
     shapes = [{"module": u.module, "op": u.op, "m": u.m, "n": u.n, "k": u.k, "ms": u.ms} for u in profile.unaligned]
-    gain_ms = UNALIGNED_GAIN * ms
-    yield finding_about(
-        "unaligned-matmul", message, profile, times, gain_ms=gain_ms, unaligned_ms=ms, matmuls=shapes[:SHAPES]
-    )
+    figures = {"gain_ms": GAIN * ms, "unaligned_ms": ms, "matmuls": shapes[:LISTED]}
+    yield finding_about("unaligned-matmul", message, profile, times, **figures)
 
 
 def _grouped(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     ms = sum(convolution.plain_ms for convolution in profile.grouped)
-    if ms <= GROUPED_SHARE * profile.step_ms:
+    if ms <= SHARE * profile.step_ms:
         return
     times = [(convolution.module, convolution.plain_ms) for convolution in profile.grouped]
     slowest = max(profile.grouped, key=lambda convolution: convolution.plain_ms)
@@ -65,16 +54,8 @@ def _grouped(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
         f"grouped convolutions take {ms:.3g} ms of the step's {profile.step_ms:.3g} in kernels without tensor cores, "
         f"{where(times, profile)}; the slowest has {_grouping(slowest)}; try {', '.join([*ways, 'wider groups'])}"
     )
-    yield finding_about(
-        "grouped-convolution",
-        message,
-        profile,
-        times,
-        gain_ms=PLAIN_GAIN * ms,
-        plain_ms=ms,
-        groups=slowest.groups,
-        channels=slowest.channels,
-    )
+    figures = {"gain_ms": GAIN * ms, "plain_ms": ms, "groups": slowest.groups, "channels": slowest.channels}
+    yield finding_about("grouped-convolution", message, profile, times, **figures)
 
 
 def _grouping(convolution: GroupedConvolution) -> str:
@@ -88,18 +69,16 @@ def _no_tensor_cores(profile: StepProfile, gpu: Gpu, policy: Policy) -> Iterator
     plain = [p for p in profile.products if p.plain_ms and not (p.kind == "convolution" and p.module in told)]
     times: Times = [(product.module, product.plain_ms) for product in plain]
     ms = sum(time for _, time in times)
-    if ms <= PLAIN_SHARE * profile.step_ms:
+    if ms <= SHARE * profile.step_ms:
         return
     message = (
         f"matrix products and convolutions take {ms:.3g} ms of the step's {profile.step_ms:.3g} without tensor cores, "
         f"{where(times, profile)}: {_towards_tensor_cores(plain, gpu, policy)}"
     )
     can = gpu.tensor_cores and not _allowed(plain[0], gpu, policy)
-    gain_ms = PLAIN_GAIN * ms if can else 0.0
-    kernels = [product.slowest_plain for product in plain[:SHAPES]]
-    yield finding_about(
-        "no-tensor-cores", message, profile, times, gain_ms=gain_ms, plain_ms=ms, kernels=[*dict.fromkeys(kernels)]
-    )
+    kernels = [*dict.fromkeys(product.slowest_plain for product in plain[:LISTED])]
+    figures = {"gain_ms": GAIN * ms if can else 0.0, "plain_ms": ms, "kernels": kernels}
+    yield finding_about("no-tensor-cores", message, profile, times, **figures)
 
 
 def _towards_tensor_cores(plain: list[ProductTime], gpu: Gpu, policy: Policy) -> str:

@@ -8,10 +8,16 @@ from typing import Any, TypeVar
 from amptune.measure.results.step_profile import StepProfile
 from amptune.policy.findings import Finding
 
-__all__ = ["Times", "called", "finding_about", "summed", "where"]
+__all__ = ["GAIN", "LISTED", "MOST", "NAMED", "SHARE", "Times", "called", "finding_about", "summed", "where"]
 
 Times = Sequence[tuple[str | None, float]]
 
+# A cause that takes less of the step is not worth a finding: half precision needs some casts, an optimizer its updates.
+SHARE = 0.1
+# Guessed share of a cause's time that a better kernel, layout or type saves; only the order of findings depends on it.
+GAIN = 0.5
+# The longest lists in a finding.
+LISTED = 5
 # A finding is about one module if that module takes at least this part of the time.
 MOST = 0.5
 # Otherwise it names this many modules, if together they take that part.

@@ -10,7 +10,11 @@ import re
 from functools import cache
 from typing import Literal
 
+import torch
+
+from amptune.changes.tensor_tree import HALF_DTYPES
 from amptune.measure.breakdown.step_trace import Op
+from amptune.measure.results.step_profile import ALIGNED
 
 __all__ = [
     "bytes_cast",
@@ -24,8 +28,14 @@ __all__ = [
     "unaligned_dims",
 ]
 
-_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
-_HALF_NAMES = {"c10::Half", "c10::BFloat16"}
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "c10::Half": torch.float16,
+    "c10::BFloat16": torch.bfloat16,
+    "c10::Float8_e4m3fn": torch.float8_e4m3fn,
+    "c10::Float8_e5m2": torch.float8_e5m2,
+}
 # Positions of `input` and `groups` among the arguments (PyTorch's native_functions.yaml).
 _CONVOLUTIONS = {"aten::convolution": (0, 8), "aten::convolution_backward": (1, 9)}
 # Position of the left matrix among the arguments.
@@ -42,12 +52,12 @@ def is_cast(op: Op) -> bool:
     if op.name != "aten::copy_" or len(op.types) < 2:
         return False
     to, of = op.types[:2]
-    return to != of and to in _BYTES and of in _BYTES and math.prod(op.shapes[0]) > 1
+    return to != of and to in _DTYPES and of in _DTYPES and math.prod(op.shapes[0]) > 1
 
 
 def bytes_cast(cast: Op) -> int:
     """Returns the bytes that the cast reads and writes."""
-    return math.prod(cast.shapes[0]) * sum(_BYTES[type_] for type_ in cast.types[:2])
+    return math.prod(cast.shapes[0]) * sum(_DTYPES[type_].itemsize for type_ in cast.types[:2])
 
 
 def is_convolution(op: Op) -> bool:
@@ -73,13 +83,13 @@ def groups_and_channels(convolution: Op) -> tuple[int, int]:
 
 
 def unaligned_dims(op: Op) -> tuple[int, int, int] | None:
-    """Returns (m, n, k) of a half-precision matrix product if one of them is not a multiple of 8, otherwise None."""
+    """Returns (m, n, k) of a half-precision matrix product if one of them is not `ALIGNED`, otherwise None."""
     at = _MATMULS.get(op.name)
-    if at is None or len(op.shapes) < at + 2 or op.types[at] not in _HALF_NAMES:
+    if at is None or len(op.shapes) < at + 2 or _DTYPES.get(op.types[at]) not in HALF_DTYPES:
         return None
     left, right = op.shapes[at : at + 2]
     m, n, k = left[-2], right[-1], left[-1]
-    return (m, n, k) if m % 8 or n % 8 or k % 8 else None
+    return (m, n, k) if any(size % ALIGNED for size in (m, n, k)) else None
 
 
 def kind_of_operation(op: Op) -> str:

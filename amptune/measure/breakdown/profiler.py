@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.hooks import RemovableHandle
 
 from amptune.measure.bench.bench import Bench
-from amptune.measure.bench.clocks import clock_for
+from amptune.measure.bench.clocks import FEW_STEPS, clock_for, finish
 from amptune.measure.breakdown.figures import distil
 from amptune.measure.breakdown.step_trace import MODULE_RANGE, STEP_RANGE, StepTrace, read_trace
 from amptune.measure.results.step_profile import StepProfile
@@ -25,16 +25,13 @@ from amptune.policy.settings import Policy
 
 __all__ = ["profile_step"]
 
-# The first steps load kernels, search for cuDNN plans and fill the allocator's cache; a compiled model compiles.
-WARMUP_STEPS = 5
-# Enough steps for a median, in a time that a user will wait for a diagnosis.
-TIMED_STEPS = 20
-TIMED_S = 2.0
+# Enough steps in a row for a median, in a time that a user will wait for a diagnosis; no fewer than are profiled.
+TIMED_STEPS, TIMED_S, PROFILED_STEPS = 20, 2.0, 3
 # No further step is profiled above this. An operation or kernel takes about 1 kB while its trace is read: 0.5 GB.
 MAX_EVENTS = 500_000
 
 
-def profile_step(bench: Bench, policy: Policy, *, steps: int = 3) -> StepProfile:
+def profile_step(bench: Bench, policy: Policy, *, steps: int = PROFILED_STEPS) -> StepProfile:
     """Trains a few steps under the policy and returns the profile of a step. Raises any error of the step.
 
     Each step is profiled separately: the wait for the device at its end costs nothing extra, and PyTorch's own events
@@ -62,25 +59,20 @@ def profile_step(bench: Bench, policy: Policy, *, steps: int = 3) -> StepProfile
 def _timed(step: Callable[[], object], device: torch.device) -> tuple[float, float]:
     """Returns (step time in a row of steps, host time of a step on an idle device) in ms; warms up first."""
     clock = clock_for(device)
-    *_, last_ms = clock.time_steps(step, WARMUP_STEPS)
-    count = max(3, min(TIMED_STEPS, int(1000 * TIMED_S / last_ms)))
+    *_, last_ms = clock.time_steps(step, FEW_STEPS)  # kernels are loaded, cuDNN's plans searched, graphs compiled
+    count = max(PROFILED_STEPS, min(TIMED_STEPS, int(1000 * TIMED_S / last_ms)))
     step_ms = statistics.median(clock.time_steps(step, count))
-    return step_ms, statistics.median(_host_ms(step, device) for _ in range(min(count, 5)))
+    return step_ms, statistics.median(_host_ms(step, device) for _ in range(min(count, FEW_STEPS)))
 
 
 def _host_ms(step: Callable[[], object], device: torch.device) -> float:
     """Returns the time the host takes to issue a step, including any wait for the device inside the step."""
-    _finish(device)
+    finish(device)
     started_s = time.perf_counter()
     step()
     took_ms = 1000 * (time.perf_counter() - started_s)
-    _finish(device)
+    finish(device)
     return took_ms
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _traces(step: Callable[[], object], device: torch.device, steps: int) -> list[StepTrace]:
@@ -99,12 +91,12 @@ def _recorded(step: Callable[[], object], device: torch.device) -> profile:
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    _finish(device)
+    finish(device)
     profiler = profile(activities=activities, record_shapes=True)
     with profiler:
         with record_function(STEP_RANGE):
             step()
-        _finish(device)
+        finish(device)
     return profiler
 
 

@@ -6,34 +6,36 @@ from collections.abc import Iterator
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.breakdown.matmul_findings import product_findings
-from amptune.measure.breakdown.module_times import MOST, NAMED, Times, called, finding_about, summed, where
-from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.breakdown.module_times import (
+    GAIN,
+    LISTED,
+    MOST,
+    NAMED,
+    SHARE,
+    Times,
+    called,
+    finding_about,
+    summed,
+    where,
+)
+from amptune.measure.results.loop_timing import HOST_AT_ITS_LIMIT
+from amptune.measure.results.step_profile import ALIGNED, StepProfile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
 __all__ = ["speed_findings"]
 
-# Even with a full queue a GPU idles 1 or 2 µs between kernels: up to a sixth of a step of small kernels.
-IDLE_SHARE = 0.15
-# A host that issues a step in less than this part of its time is ahead; the GPU then waits for something else.
-HOST_SHARE = 0.8
+# Even with a full queue a GPU idles 1 or 2 µs between kernels: up to a sixth of a step of small kernels. A remedy is
+# named if it saves this part of the launches: at a launch-bound batch size, SE-ResNeXt50 with 17 % casts is faster in
+# TF32; DeepLabV3+ with 13 % is not.
+LAUNCHES_SHARE = 0.15
 # Once a step, GradScaler reads if a gradient overflowed.
 FP16_SYNCHRONIZATIONS = 1
-# A remedy is named if it saves this part of the launches. At a launch-bound batch size, SE-ResNeXt50 with 17 % casts is
-# faster in TF32; DeepLabV3+ with 13 % is not.
-LAUNCHES_SHARE = 0.15
-# Half precision needs some casts: a few per cent of a step in models that gain from it.
-CAST_SHARE = 0.1
 # A channels_last model has layout copies only around its first layer.
 LAYOUT_SHARE = 0.03
 # Normalization takes up to a quarter of a step in healthy networks.
 OPERATION_SHARE = 0.3
-# Guessed share of an operation's time that another layout, type or fusing saves; only the order depends on it.
-OPERATION_GAIN = 0.5
-# A fused optimizer reads every weight once, the default several times: fusing saves about half of the time.
-OPTIMIZER_SHARE = 0.1
-OPTIMIZER_GAIN = 0.5
-SLOWEST = 5
+# A module that takes less is none of the slowest.
 SAID = 0.01
 
 
@@ -59,7 +61,7 @@ def _launch_bound(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     if idle_ms is None or busy_ms is None or host_ms is None:
         return
     share = idle_ms / profile.step_ms
-    if share <= IDLE_SHARE or host_ms < HOST_SHARE * profile.step_ms or not profile.kernels:
+    if share <= LAUNCHES_SHARE or host_ms < HOST_AT_ITS_LIMIT * profile.step_ms or not profile.kernels:
         return
     kernel_us = 1000 * busy_ms / profile.kernels
     message = (
@@ -104,7 +106,7 @@ def _fewer_launches(profile: StepProfile, policy: Policy) -> str:
 
 
 def _casts(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
-    if profile.cast_ms <= CAST_SHARE * profile.step_ms:
+    if profile.cast_ms <= SHARE * profile.step_ms:
         return
     times: Times = [(cast.module, cast.ms) for cast in profile.casts]
     mib = sum(cast.mib for cast in profile.casts)
@@ -146,7 +148,7 @@ def _layouts(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
 
 
 def _fewer_layouts(profile: StepProfile, policy: Policy) -> str:
-    padded_ms = sum(layout.ms for layout in profile.layouts if layout.channels and layout.channels % 8)
+    padded_ms = sum(layout.ms for layout in profile.layouts if layout.channels and layout.channels % ALIGNED)
     if padded_ms >= MOST * profile.layout_ms and policy.precision != "off":
         return (
             "tensor cores want input channels in multiples of 8 in half precision, and the copies arrange that; in "
@@ -173,18 +175,18 @@ def _slow_operation(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
         f"{where(times, profile)}; it is no matrix product, so it is bound by memory traffic or by an unsuitable "
         f"kernel: try {' or '.join(ways) or 'another operation in its place'}"
     )
-    figures = {"gain_ms": OPERATION_GAIN * ms, "operation": operation, "operation_ms": ms}
+    figures = {"gain_ms": GAIN * ms, "operation": operation, "operation_ms": ms}
     yield finding_about("slow-operation", message, profile, times, **figures)
 
 
 def _optimizer(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     ms = profile.optimizer_ms
-    if policy.fused_optimizer or profile.device == "cpu" or ms <= OPTIMIZER_SHARE * profile.step_ms:
+    if policy.fused_optimizer or profile.device == "cpu" or ms <= SHARE * profile.step_ms:
         return
     yield Finding(
         code="unfused-optimizer",
         message=f"the optimizer takes {ms:.3g} ms of the step's {profile.step_ms:.3g}; try fused_optimizer: true",
-        figures={"gain_ms": OPTIMIZER_GAIN * ms, "optimizer_ms": ms, "step_ms": profile.step_ms},
+        figures={"gain_ms": GAIN * ms, "optimizer_ms": ms, "step_ms": profile.step_ms},
     )
 
 
@@ -192,7 +194,7 @@ def _slowest_modules(profile: StepProfile) -> Iterator[Finding]:
     modules = [(called(time.module), time.ms) for time in profile.modules if time.module is not None]
     if not modules or not profile.attributed:
         return
-    slowest = [one for one in sorted(modules, key=lambda one: -one[1])[:SLOWEST] if one[1] >= SAID * profile.step_ms]
+    slowest = [one for one in sorted(modules, key=lambda one: -one[1])[:LISTED] if one[1] >= SAID * profile.step_ms]
     if not slowest:
         return
     listed = ", ".join(f"{name} {ms:.3g} ms ({ms / profile.step_ms:.0%})" for name, ms in slowest)

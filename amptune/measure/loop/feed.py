@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from amptune.changes.tensor_tree import map_tensors, moved_to, tensors_in
 from amptune.errors import TargetError
@@ -22,12 +22,12 @@ __all__ = ["Epochs", "LoaderFeed"]
 _END = object()
 
 
-class Epochs:
+class Epochs(Iterator[Any]):
     """An endless iterator over the loader's batches on the host; a loader that ends is started again.
 
-    A workload without a loader gets the batches that were `drawn` ahead, or a DataLoader that calls `batch` each time.
+    A workload without a loader gets the batches that were `drawn` ahead, or new ones from its `batch`.
     Raises `TargetError` if there is nothing to iterate over, `UserCodeError` if the user's code raises. `failed` tells
-    if it raised.
+    if it raised, or gave nothing.
     """
 
     def __init__(
@@ -47,9 +47,6 @@ class Epochs:
         self._loader: Iterable[Any] | None = None
         self._iterator: Iterator[Any] = iter(())
         self._given = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         try:
@@ -98,7 +95,7 @@ class Epochs:
                 loader._iterator = None  # persistent workers: the next epoch would wait for the ended ones
 
 
-class LoaderFeed:
+class LoaderFeed(Iterator[Any]):
     """An iterator over batches on the device, with laps: one for waiting, one for copying, then the step's.
 
     `wait_s` is the time the host was blocked for batches, `host_s` that plus its time to copy them. `samples` counts
@@ -118,19 +115,10 @@ class LoaderFeed:
         self.samples = 0
         self.pinned = True
         self.hold_ms = 0.0
-        self._epochs = Epochs(workload, batch_size, device, drawn)
+        self.epochs = Epochs(workload, batch_size, device, drawn)
         self._counter = SampleCounter(workload, batch_size)
         self._device = device
         self._stopwatch = stopwatch
-
-    @property
-    def source(self) -> Literal["loader", "batch"]:
-        return self._epochs.source
-
-    @property
-    def failed(self) -> bool:
-        """True if the user's loader raised, or gave nothing, rather than the step."""
-        return self._epochs.failed
 
     def begin_block(self) -> None:
         """Begins to count the time that the device waits for batches."""
@@ -141,13 +129,10 @@ class LoaderFeed:
         totals_ms = self._stopwatch.totals_ms()
         return totals_ms["wait"] / max(sum(totals_ms.values()), sys.float_info.min)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
         self._stopwatch.mark("step")
         start = time.perf_counter()
-        batch = next(self._epochs)
+        batch = next(self.epochs)
         self.wait_s += time.perf_counter() - start
         self._stopwatch.mark("wait")
         self.samples += self._counter.samples_in(batch)
@@ -167,7 +152,7 @@ class LoaderFeed:
 
     def close(self) -> None:
         """Ends the loader's worker processes."""
-        self._epochs.close()
+        self.epochs.close()
 
 
 class SampleCounter:
@@ -215,26 +200,12 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [() if tensor.is_nested else tuple(tensor.shape) for tensor in tensors_in(batch)]
 
 
-class _Fresh(IterableDataset[Any]):
-    """A dataset that calls `batch(n)` for every batch."""
-
-    def __init__(self, workload: Workload, batch_size: int) -> None:
-        self._workload = workload
-        self._batch_size = batch_size
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._workload.batch(self._batch_size)
-
-
-def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> DataLoader[Any]:
-    """Pins batches itself: DataLoader does not pin dataclasses and turns tuples into lists (torch 2.9)."""
-    return DataLoader(_Fresh(workload, batch_size), batch_size=None, collate_fn=_pinned if pinned else _as_it_is)
+def _fresh_batches(workload: Workload, batch_size: int, *, pinned: bool) -> Iterator[Any]:
+    """Yields batches without end, as a loader without worker processes makes them."""
+    while True:
+        batch = workload.batch(batch_size)
+        yield _pinned(batch) if pinned else batch
 
 
 def _pinned(batch: Any) -> Any:
     return map_tensors(lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, batch)
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

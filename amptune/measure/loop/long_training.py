@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from amptune.changes.tensor_tree import moved_to
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.drawn_batches import seed_everything
 from amptune.measure.loop.feed import Epochs
@@ -74,6 +73,3 @@ class _LoopFeed(Feed):
 
     def _begun(self) -> Epochs:
         return Epochs(self._bench.workload, self._bench.workload.batch_size, self._bench.device)
-
-    def _moved(self, batch: Any) -> Any:
-        return moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True, non_blocking=True))

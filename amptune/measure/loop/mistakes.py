@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import closing
 
 import torch
 
@@ -11,6 +12,7 @@ from amptune.errors import AmptuneError, TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.loop.feed import Epochs, SampleCounter
+from amptune.measure.modules.inspection import MOST_MICRO_BATCHES
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.runtime.guard.misuse import PolicyMisuseWarning
@@ -21,8 +23,6 @@ __all__ = ["mistakes_in_step", "mistakes_under", "require_sound_input"]
 
 # A loop without a loss scaler is noticed in its second optimizer step.
 WATCHED_STEPS = 2
-# A step of the user's own may be one of several micro-batches.
-MOST_CALLS = 8
 # This one harms training in FP32 too, which policies are compared with: none would be noticed to do worse.
 _IN_ANY_PRECISION = "stepped-twice"
 _WITHOUT_AUTOCAST = Finding(
@@ -38,11 +38,8 @@ def require_sound_input(bench: Bench) -> None:
     _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
     if workload.loader is None:
         return
-    epochs = Epochs(workload, workload.batch_size, torch.device("cpu"))
-    try:
+    with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
         SampleCounter(workload, workload.batch_size).samples_in(next(epochs))
-    finally:
-        epochs.close()
 
 
 def _require_samples(workload: Workload, batch: object) -> None:
@@ -104,7 +101,7 @@ def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:
             warnings.simplefilter("ignore", PolicyMisuseWarning)  # they are reported as findings
             guard = tuned.guard
             assert guard is not None  # noqa: S101  # it was asked for
-            for _ in range(MOST_CALLS):
+            for _ in range(MOST_MICRO_BATCHES):
                 if guard.step_watch.most_steps >= WATCHED_STEPS:
                     break
                 stepper()

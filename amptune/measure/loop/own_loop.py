@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from amptune.measure.bench.batch_sequence import Batches
 from amptune.measure.bench.bench import Bench
-from amptune.measure.bench.clocks import Stopwatch, stopwatch_for
+from amptune.measure.bench.clocks import FEW_STEPS, Stopwatch, stopwatch_for
+from amptune.measure.bench.drawn_batches import Batches
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
 from amptune.measure.bench.stillness import Stillness
@@ -28,12 +27,6 @@ from amptune.workload.user_errors import user_code
 
 __all__ = ["feeding", "measure_in_loop", "run_loop"]
 
-# Number of single steps probed after the timed part: up to this many within half a second, at least two.
-_PROBES = 5
-_PROBES_MS = 500.0
-# The device is held for this multiple of the host's time for a step, so the host is done before it begins.
-_HOLD = 1.5
-
 
 def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Stillness | None = None) -> Outcome:
     """Times a block of steps of the user's loop under the policy, from the initial weights.
@@ -42,36 +35,27 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
     about the policy: the failure's exception is then `LOADER_FAILED`.
     """
     try:
-        feed, is_drawn = _feed(bench, policy, effort)
+        feed = _feed(bench, policy, effort)
     except Exception as error:  # noqa: BLE001  # the user's code may raise anything
         return failure_of(error)
-    try:
+    with closing(feed):
         outcome = bench.measure(policy, effort, feed, stillness)
         if isinstance(outcome, Failure):
-            return replace(outcome, exception=LOADER_FAILED) if feed.failed else outcome
-        return replace(outcome, in_loop=True, wait_share=0.0 if is_drawn else feed.wait_share())
-    finally:
-        feed.close()
+            return replace(outcome, exception=LOADER_FAILED) if feed.epochs.failed else outcome
+        waits = bench.workload.loader is not None
+        return replace(outcome, in_loop=True, wait_share=feed.wait_share() if waits else 0.0)
 
 
-@contextmanager
-def feeding(bench: Bench, policy: Policy, effort: Effort) -> Iterator[Batches]:
-    """Yields the batches of a trial as `measure_in_loop` has them, or `Bench.measure` if it is not in the loop."""
-    if not effort.in_loop:
-        yield bench.sequence(policy, effort)
-        return
-    feed, _ = _feed(bench, policy, effort)
-    try:
-        yield feed
-    finally:
-        feed.close()
+def feeding(bench: Bench, policy: Policy, effort: Effort) -> AbstractContextManager[Batches]:
+    """Returns a context of the batches that `measure_in_loop` has, or `Bench.measure` if it is not in the loop."""
+    return closing(_feed(bench, policy, effort)) if effort.in_loop else nullcontext(bench.sequence(policy, effort))
 
 
-def _feed(bench: Bench, policy: Policy, effort: Effort) -> tuple[LoaderFeed, bool]:
-    """Returns the feed of the user's loop, and if its batches are drawn ahead because there is no loader."""
+def _feed(bench: Bench, policy: Policy, effort: Effort) -> LoaderFeed:
+    """Returns the feed of the user's loop, over batches that are drawn ahead if there is no loader."""
     size = policy.batch_size or bench.workload.batch_size
     drawn = None if bench.workload.loader is not None else bench.drawn.fresh_sequence(size, effort.batches)
-    return LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn), drawn is not None
+    return LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn)
 
 
 def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0) -> LoopTiming:
@@ -84,10 +68,9 @@ def run_loop(bench: Bench, policy: Policy, seconds: float, warmup_s: float = 1.0
     stopwatch = stopwatch_for(bench.device)
     feed = LoaderFeed(bench.workload, policy.batch_size or bench.workload.batch_size, bench.device, stopwatch)
     try:
-        with bench.on_device(policy, feed) as (_, stepper), user_code("the training loop"):
+        with closing(feed), bench.on_device(policy, feed) as (_, stepper), user_code("the training loop"):
             return _Loop(stepper, feed, stopwatch).timing(bench.device, seconds, warmup_s)
     finally:
-        feed.close()
         bench.release()
 
 
@@ -121,7 +104,7 @@ class _Loop:
             host_ms=host_ms,
             busy_ms=busy_ms,
             pinned=self.feed.pinned if device.type == "cuda" else None,
-            source=self.feed.source,
+            source=self.feed.epochs.source,
         )
 
     def _run(self, seconds: float, *, at_least: int = 0) -> int:
@@ -133,10 +116,13 @@ class _Loop:
         return steps
 
     def _probe(self, step_ms: float) -> tuple[float, float]:
-        """Returns (ms the host needs to enqueue a step, ms the device needs for a step that was enqueued ahead)."""
-        count = max(2, min(_PROBES, round(_PROBES_MS / step_ms)))
+        """Returns (ms the host needs to enqueue a step, ms the device needs for a step that was enqueued ahead).
+
+        Both are medians of up to `FEW_STEPS` within a second, of two at least.
+        """
+        count = max(2, min(FEW_STEPS, round(1000 / step_ms)))
         host_ms = statistics.median(self._host_ms() for _ in range(count))
-        self.feed.hold_ms = _HOLD * host_ms
+        self.feed.hold_ms = 2 * host_ms  # the host is done before the device begins
         return host_ms, statistics.median(self._busy_ms() for _ in range(count))
 
     def _host_ms(self) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.bench.step import Stepper
+from amptune.measure.modules.replay import versions_of
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
 from amptune.runtime.class_swap import obstacle
@@ -28,22 +30,14 @@ from amptune.runtime.float8 import no_float8_because
 from amptune.runtime.module_precision import has_forward
 from amptune.runtime.optimizer import is_fusable
 
-__all__ = ["inspect_model"]
+__all__ = ["MOST_MICRO_BATCHES", "inspect_model"]
 
 # FP8 gained 1.15 and 1.21 times on models of Linears this wide (reports/h200/float8). Below, and on batches of fewer
 # rows than the smaller side, torchao's authors report none; that was not measured here.
-LEAST_SIDE, LEAST_LONG_SIDE = 2048, 4096
+LEAST_SIDE = 2048
+LEAST_LONG_SIDE = 2 * LEAST_SIDE
 # A step of the user's own may be one of so many micro-batches before the optimizer's step.
 MOST_MICRO_BATCHES = 16
-
-
-@dataclass(slots=True)
-class _Seen:
-    """Figures of one module from its hooks, summed over its calls."""
-
-    flops: int = 0
-    cast_numel: int = 0
-    called: int | None = None
 
 
 class _Attention(TorchFunctionMode):
@@ -65,7 +59,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     the step does not train the model.
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
-    seen = {path: _Seen() for path in leaves}
+    seen = {path: _unseen(path, module) for path, module in leaves.items()}
     fusable, attention = False, _Attention()
     digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
@@ -78,31 +72,36 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         print(f"the instrumented step failed: {failure_of(error)}", flush=True)  # noqa: T201  # into the worker's log
     finally:
         bench.release()
+    repeated = {path: bench.model.get_submodule(path) for path in repeated_paths(bench.model)}
     return Subject(
         name=bench.workload.name or "workload",
         source_digest=source_digest,
         model_digest=digest,
         batch_size=bench.workload.batch_size,
         parameters=sum(p.numel() for p in bench.model.parameters()),
-        leaves=tuple(_leaf(path, module, seen[path]) for path, module in leaves.items()),
+        leaves=tuple(seen.values()),
         convolution_dims=frozenset(
             len(m.kernel_size) for m in leaves.values() if isinstance(m, nn.modules.conv._ConvNd)
         ),
-        modules=tuple(_module(path, module) for path, module in bench.model.named_modules() if path),
+        modules=tuple(
+            Module(path=path, types=_types_of(module), runs=has_forward(module))
+            for path, module in bench.model.named_modules()
+            if path
+        ),
         root_types=_types_of(bench.model),
         tolerance=bench.workload.evaluate_tolerance,
         fusable=fusable,
         own_step=bench.workload.step is not None,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
-        blocks=tuple(path for path in repeated_paths(bench.model) if _can_recompute(bench.model.get_submodule(path))),
+        blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),
         wide_linears=_wide_linears(bench, seen),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
         attends=attention.was_called and bench.device.type == "cuda",
     )
 
 
-def _wide_linears(bench: Bench, seen: Mapping[str, _Seen]) -> tuple[str, ...]:
+def _wide_linears(bench: Bench, seen: Mapping[str, Leaf]) -> tuple[str, ...]:
     """Returns the Linears to try in FP8, in the model's order: the last one called, the head, needs its precision."""
     linears = {path: one for path, one in bench.model.named_modules() if isinstance(one, nn.Linear)}
     called = {path: at for path in linears if path in seen and (at := seen[path].called) is not None}
@@ -119,10 +118,6 @@ def _is_wide(linear: nn.Linear, flops: int) -> bool:
     return rows >= LEAST_SIDE and obstacle(linear, "float8") is None
 
 
-def _can_recompute(block: nn.Module) -> bool:
-    return obstacle(block, "recomputed") is None
-
-
 def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> None:
     """Runs a step, or several of the user's own until one trains. Raises `TargetError` if the model is not trained."""
     held = [parameter for optimizer in stepper.optimizers for parameter in _require_own(optimizer, model)]
@@ -131,13 +126,13 @@ def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> 
     def note(*_: Any) -> None:
         reached.append(any(parameter.grad is not None for parameter in held))
 
-    versions = _versions(model)
+    versions = versions_of(list(model.parameters()))
     with ExitStack() as hooks:
         for optimizer in stepper.optimizers:
             hooks.enter_context(optimizer.register_step_pre_hook(note))
         for _ in range(MOST_MICRO_BATCHES if own_step else 1):
             stepper()
-            if reached or _versions(model) != versions:
+            if reached or versions_of(list(model.parameters())) != versions:
                 break
         else:
             raise TargetError(
@@ -161,20 +156,19 @@ def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.
     return held
 
 
-def _versions(model: nn.Module) -> list[int]:
-    """Returns how often each weight was written to."""
-    return [parameter._version for parameter in model.parameters()]
-
-
 @contextmanager
-def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[None]:
-    order = iter(range(1_000_000))
+def _watching(leaves: dict[str, nn.Module], seen: dict[str, Leaf]) -> Iterator[None]:
+    """Adds every call of the leaves to what was seen of them."""
+    order = count()
 
     def note(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
         mine = seen[path]
-        mine.called = next(order) if mine.called is None else mine.called
-        mine.flops += _flops(module, inputs, output)
-        mine.cast_numel += _numel(inputs) + sum(p.numel() for p in module.parameters(recurse=False))
+        seen[path] = replace(
+            mine,
+            called=next(order) if mine.called is None else mine.called,
+            flops=mine.flops + _flops(module, inputs, output),
+            cast_numel=mine.cast_numel + _numel(inputs) + mine.parameters,
+        )
 
     with ExitStack() as hooks:
         for path, module in leaves.items():
@@ -184,23 +178,14 @@ def _watching(leaves: dict[str, nn.Module], seen: dict[str, _Seen]) -> Iterator[
         yield
 
 
-def _module(path: str, module: nn.Module) -> Module:
-    return Module(path=path, types=_types_of(module), runs=has_forward(module))
-
-
 def _types_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(kind.__name__ for kind in type(module).__mro__ if kind is not object)
 
 
-def _leaf(path: str, module: nn.Module, seen: _Seen) -> Leaf:
-    return Leaf(
-        path=path,
-        type=type(module).__name__,
-        parameters=sum(p.numel() for p in module.parameters(recurse=False)),
-        flops=seen.flops,
-        cast_numel=seen.cast_numel,
-        called=seen.called,
-    )
+def _unseen(path: str, module: nn.Module) -> Leaf:
+    """Returns a leaf that no step has reached yet."""
+    parameters = sum(p.numel() for p in module.parameters(recurse=False))
+    return Leaf(path=path, type=type(module).__name__, parameters=parameters, flops=0, cast_numel=0, called=None)
 
 
 def _flops(module: nn.Module, inputs: Any, output: Any) -> int:

@@ -17,7 +17,7 @@ from amptune.measure.bench.clocks import hold_device
 __all__ = ["Call", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 
 # The device is held this long: more than the host needs to enqueue one module's passes.
-HOLD_MS = 0.5
+HOLD_MS = 1.0
 
 
 @dataclass

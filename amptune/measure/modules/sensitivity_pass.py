@@ -7,9 +7,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ from torch import nn
 
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.clocks import finish
 from amptune.measure.modules.replay import Call, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity, Stream
+from amptune.policy.knobs.loss_scale import LossScale
 from amptune.policy.settings import Policy
 from amptune.runtime.tuned import AUTOCAST_DTYPES
 
@@ -29,10 +31,9 @@ __all__ = ["sense"]
 
 # Modules of one type and shape share their times: this many runs of them are timed in total.
 TIMED_RUNS = 3
-# GradScaler's first scale, used for fp16 gradients.
-LOSS_SCALE = {"bf16": 1.0, "fp16": 65536.0}
-# A cast of this many FP32 bytes measures the cost of casts per byte.
-CAST_BYTES = 2**26
+# A cast of this many numbers measures the cost of casts per byte.
+CAST_NUMEL = 2**24
+FP32_BYTES = torch.float32.itemsize
 
 
 def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
@@ -58,19 +59,6 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
         )
 
 
-@dataclass
-class _Seen:
-    """Figures of one module, summed over its calls."""
-
-    calls: int = 0
-    key: tuple[Any, ...] = ()
-    stream: Stream = "follows"
-    input_bytes: int = 0
-    output_bytes: int = 0
-    cast_bytes: int = 0
-    producers: dict[str, None] = field(default_factory=dict)
-
-
 class _Watch:
     """Hooks on every module without children, and the figures that they collect."""
 
@@ -78,7 +66,8 @@ class _Watch:
         self._model = bench.model
         self._device = bench.device
         self._dtypes = dtypes
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, ModuleSensitivity] = {}
+        self._keys: dict[str, tuple[Any, ...]] = {}
         self._times: dict[tuple[Any, ...], list[Callable[[], float]]] = defaultdict(list)
         self._made_by: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._versions: dict[str, list[int]] = {}
@@ -106,9 +95,10 @@ class _Watch:
         """Holds the call's inputs until the gradient of its output is known."""
         if self._busy:
             return
-        seen = self._seen.setdefault(path, _Seen())
+        seen = self._seen.get(path) or _unseen(path)
         taken, given = floating_in((args, kwargs)), floating_in(output)
-        seen.producers |= dict.fromkeys(maker for tensor in taken if (maker := self._maker_of(tensor)) is not None)
+        makers = filter(None, map(self._maker_of, taken))
+        self._seen[path] = replace(seen, producers=tuple(dict.fromkeys((*seen.producers, *makers))))
         self._made_by |= {id(tensor): (weakref.ref(tensor), path) for tensor in given}
         wanted = [tensor for tensor in given if tensor.requires_grad]
         if not wanted:
@@ -129,7 +119,7 @@ class _Watch:
         self._busy = True
         try:
             with torch.enable_grad(), kept_as_it_is(call.module, self._device):
-                self._look(self._seen[path], call, gradients)
+                self._look(path, call, gradients)
                 self._time(call, gradients)
         except Exception as error:  # noqa: BLE001  # the module may raise anything when it is run by itself
             self._failed[path] = f"{type(error).__name__}: {error}"
@@ -137,18 +127,23 @@ class _Watch:
             call.finish()
             self._busy = False
 
-    def _look(self, seen: _Seen, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _look(self, path: str, call: Call, gradients: Sequence[torch.Tensor | None]) -> None:
         if not call.intact:
             raise RuntimeError("its inputs are written to, by itself or by what comes after")
         outputs = Replay(call, gradients, None, self._device, 1.0).run()
-        seen.calls += 1
-        seen.key = call.key
         with kept_as_it_is(call.module, self._device):
-            seen.stream = self._stream_of(call)
-        seen.input_bytes += sum(4 * tensor.numel() for tensor in floating_in((call.args, call.kwargs)))
-        seen.output_bytes += sum(4 * tensor.numel() for tensor in outputs)
-        # Counted once for all calls: autocast caches the casts of weights.
-        seen.cast_bytes = sum(6 * weight.numel() for weight in call.module.parameters()) * (seen.stream == "half")
+            stream = self._stream_of(call)
+        bytes_cast = FP32_BYTES + AUTOCAST_DTYPES[self._dtypes[0]].itemsize if stream == "half" else 0
+        seen, self._keys[path] = self._seen[path], call.key
+        self._seen[path] = replace(
+            seen,
+            calls=seen.calls + 1,
+            stream=stream,
+            input_bytes=seen.input_bytes + FP32_BYTES * _numel(floating_in((call.args, call.kwargs))),
+            output_bytes=seen.output_bytes + FP32_BYTES * _numel(outputs),
+            # Read in FP32, written in half. Counted once for all calls: autocast caches the casts of weights.
+            cast_bytes=bytes_cast * _numel(call.module.parameters()),
+        )
 
     def _stream_of(self, call: Call) -> Stream:
         """Returns the stream, from the output dtypes for FP32 inputs and for half inputs."""
@@ -167,42 +162,42 @@ class _Watch:
         if len(self._times[call.key, None]) >= TIMED_RUNS or "Dropout" in type(call.module).__name__:
             return
         for dtype in (None, *self._dtypes):
-            scale = 1.0 if dtype is None else LOSS_SCALE[dtype]
+            scale = LossScale().init if dtype == "fp16" else 1.0
             replay = Replay(call, gradients, None if dtype is None else AUTOCAST_DTYPES[dtype], self._device, scale)
             replay.run()
             self._times[call.key, dtype].append(later_ms(replay.backpropagate, self._device))
 
-    def _ms(self, seen: _Seen, dtype: Half | None) -> float | None:
+    def _ms(self, path: str, dtype: Half | None) -> float | None:
         """Returns the fastest timed run, times the number of calls; first runs may include one-time costs."""
-        times = [later() for later in self._times.get((seen.key, dtype), ())]
-        return min(times) * seen.calls if times else None
+        times = [later() for later in self._times.get((self._keys[path], dtype), ())]
+        return min(times) * self._seen[path].calls if times else None
 
     def found(self) -> Iterator[ModuleSensitivity]:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(self._device)
         for path, seen in self._seen.items():
             if seen.calls and path not in self._failed:
-                yield ModuleSensitivity(
-                    path=path,
-                    calls=seen.calls,
-                    fp32_ms=self._ms(seen, None),
-                    half_ms={dtype: self._ms(seen, dtype) for dtype in self._dtypes},
-                    stream=seen.stream,
-                    input_bytes=seen.input_bytes,
-                    output_bytes=seen.output_bytes,
-                    cast_bytes=seen.cast_bytes,
-                    producers=tuple(seen.producers),
-                )
+                half_ms = {dtype: self._ms(path, dtype) for dtype in self._dtypes}
+                yield replace(seen, fp32_ms=self._ms(path, None), half_ms=half_ms)
+
+
+def _unseen(path: str) -> ModuleSensitivity:
+    """Returns the record of a module that has not been run again yet."""
+    return ModuleSensitivity(
+        path=path, calls=0, fp32_ms=None, half_ms={}, stream="follows", input_bytes=0, output_bytes=0, cast_bytes=0
+    )
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _cast_ms_per_byte(device: torch.device, dtype: torch.dtype) -> float:
     """Returns a cast's time per byte read or written, when launched behind other work."""
-    tensor = torch.ones(CAST_BYTES // 4, device=device)
-    tensor.to(dtype)
+    tensor = torch.ones(CAST_NUMEL, device=device)
+    bytes_cast = tensor.nbytes + tensor.to(dtype).nbytes
     times = [later_ms(lambda: tensor.to(dtype), device) for _ in range(TIMED_RUNS)]
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return min(later() for later in times) / (1.5 * CAST_BYTES)
+    finish(device)
+    return min(later() for later in times) / bytes_cast
 
 
 @contextmanager

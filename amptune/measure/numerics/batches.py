@@ -10,7 +10,7 @@ import torch
 
 from amptune.changes.tensor_tree import map_tensors, moved_to, stored_in, tensors_in
 from amptune.measure.bench.bench import Bench
-from amptune.measure.bench.drawn_batches import bytes_of
+from amptune.measure.bench.drawn_batches import KEPT_BYTES, bytes_of
 from amptune.measure.results.training_runs import THOROUGHNESS, Spread
 
 __all__ = ["Feed", "batches_of", "fingerprint_of"]
@@ -19,13 +19,14 @@ __all__ = ["Feed", "batches_of", "fingerprint_of"]
 MOST_COMPARED = THOROUGHNESS[0].batches
 # Minimum number of samples in a part of a batch: BatchNorm needs at least two.
 SMALLEST_PART = 4
-# Batches up to this total size stay on the device after their first use.
-RESIDENT_BYTES = 2**30
 
 
 @dataclass
-class Feed:
-    """An iterator over copies of the batch at `at`; `batches` are a workload's batches or the parts of one."""
+class Feed(Iterator[Any]):
+    """An iterator over copies of the batch at `at`; `batches` are a workload's batches or the parts of one.
+
+    Batches up to `KEPT_BYTES` in total stay on the device after their first use.
+    """
 
     batches: list[Any]
     spread: Spread
@@ -34,13 +35,10 @@ class Feed:
     _resident: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._stay = bytes_of(self.batches) <= RESIDENT_BYTES
+        self._stay = bytes_of(self.batches) <= KEPT_BYTES
 
     def __len__(self) -> int:
         return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if not self._stay:
@@ -58,7 +56,7 @@ class Feed:
         self._resident.clear()
 
     def _moved(self, batch: Any) -> Any:
-        return moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True))
+        return moved_to(self.device, batch, lambda tensor: tensor.to(self.device, copy=True, non_blocking=True))
 
 
 def fingerprint_of(bench: Bench) -> tuple[float, ...]:

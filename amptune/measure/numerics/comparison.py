@@ -118,7 +118,7 @@ LEAST_DEVIATION = 0.005
 # Floor for the loss level, as a share of the first loss: a loss may fall to almost 0.
 LEAST_LEVEL = 0.02
 # In place of 0 where something is divided by a size.
-NEARLY_ZERO = 1e-30
+NEARLY_ZERO = float(np.finfo(np.float32).tiny)
 
 
 def _drift(reference: Reference, run: Run) -> tuple[float, float, float]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +37,8 @@ PARTS = 10
 LEAST_STEPS = 2 * PARTS
 # With fewer seeds nobody knows what FP32's own runs differ by.
 LEAST_SEEDS = 3
+# The upper end of a 95 % interval.
+UPPER_95 = 0.975
 # The number of points of a curve that is drawn.
 POINTS = 200
 
@@ -142,7 +145,7 @@ def buffers_of(pairs: Sequence[CurvePair]) -> tuple[BufferParity, ...]:
         for parity in buffer_parities(pair.fp32, others, pair.policy):
             found.setdefault(parity.path, []).append(parity)
     return tuple(
-        BufferParity(path=path, off=_mean([one.off for one in seen]), apart=_mean([one.apart for one in seen]))
+        BufferParity(path=path, off=fmean(one.off for one in seen), apart=fmean(one.apart for one in seen))
         for path, seen in found.items()
     )
 
@@ -172,8 +175,8 @@ def _gaps(
     seeds = len(fp32)
     variance, of_policy, of_both = (_smooth(one.var(axis=0, ddof=1)) for one in (fp32, policy, policy - fp32))
     spread = np.maximum(np.sqrt(variance), LEAST_DEVIATION * level)
-    apart = np.sqrt((variance + of_policy) / seeds) * stdtrit(2 * (seeds - 1), 0.975)
-    error = np.minimum(apart, np.sqrt(of_both / seeds) * stdtrit(seeds - 1, 0.975))
+    apart = np.sqrt((variance + of_policy) / seeds) * stdtrit(2 * (seeds - 1), UPPER_95)
+    error = np.minimum(apart, np.sqrt(of_both / seeds) * stdtrit(seeds - 1, UPPER_95))
     return [
         Gap(
             what=name,
@@ -193,7 +196,3 @@ def _smooth(variances: Values) -> Values:
     padded = np.pad(variances, 1, mode="edge")
     around: Values = np.stack([padded[:-2], padded[1:-1], padded[2:]]).mean(axis=0)
     return around
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

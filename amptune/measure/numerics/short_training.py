@@ -119,7 +119,6 @@ class Training:
         count: int,
         *,
         weights: Weights = (),
-        seed: int = 0,
         prepare: Callable[[torch.nn.Module], None] | None = None,
     ) -> Gradients:
         """Returns gradients of the first `count` batches without dropout.
@@ -130,7 +129,7 @@ class Training:
         with without_dropout(self.tuned.model), DrawingInFp32():
             stepper = self._stepper(capture=True)
             for self.feed.at in range(count):
-                start = partial(self.restart, SEED_STRIDE * seed + self.feed.at, weights)
+                start = partial(self.restart, self.feed.at, weights)
                 self._capture_one(stepper, start, prepare)
                 # Summed over the optimizer steps of one training step: a GAN takes several.
                 sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))

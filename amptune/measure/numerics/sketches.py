@@ -22,7 +22,7 @@ __all__ = ["Sketcher"]
 LEAST_COLUMNS, MOST_COLUMNS, ALL_COLUMNS = 64, 8192, 2**20
 _SEED = 0
 # Gradients of one size are sketched together, up to so many elements.
-MOST_TOGETHER = 2**22
+MOST_TOGETHER = ALL_COLUMNS
 # An element of a gradient smaller than this part of the nonzero ones' root mean square is a rounding error.
 TINY = 2.0**-12
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["MOST_WAITING", "WORTH_SAYING", "LoopTiming", "limits_of", "waiting_in_words"]
+__all__ = ["HOST_AT_ITS_LIMIT", "MOST_WAITING", "WORTH_SAYING", "LoopTiming", "limits_of", "waiting_in_words"]
 
 # A smaller share of the loop's time is less than two processes, or two runs of a few seconds, differ by.
 WORTH_SAYING = 0.02

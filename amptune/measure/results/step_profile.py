@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 __all__ = [
+    "ALIGNED",
     "CastTime",
     "GroupedConvolution",
     "LayoutTime",
@@ -15,6 +16,9 @@ __all__ = [
     "StepProfile",
     "UnalignedMatmul",
 ]
+
+# Tensor cores want the sizes of half-precision products in multiples of this.
+ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ class LayoutTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnalignedMatmul:
-    """A half-precision product (m, k) × (k, n) with a dimension that is not a multiple of 8."""
+    """A half-precision product (m, k) × (k, n) with a dimension that is not a multiple of `ALIGNED`."""
 
     module: str | None
     op: str

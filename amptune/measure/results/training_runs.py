@@ -42,9 +42,10 @@ Spread = Literal["batches", "parts", "none"]
 
 # Precision of a product's inputs: bf16 has 8 bits, fp16 and TF32 have 11.
 Rounding = Literal["bf16", "fp16"]
+_BITS: Mapping[Rounding, int] = {"bf16": 8, "fp16": 11}
 # Relative root mean square of the rounding error with that many bits: at most half a unit in the last place, evenly
 # distributed.
-ROUNDING: Mapping[Rounding, float] = {"bf16": 2**-8 / math.sqrt(12), "fp16": 2**-11 / math.sqrt(12)}
+ROUNDING: Mapping[Rounding, float] = {kind: 2.0**-bits / math.sqrt(12) for kind, bits in _BITS.items()}
 
 # If rounding the weights alone changes a gradient by this share, a comparison of the gradient tells nothing. An
 # example: the first layers of DenseNet-161 at its first step.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from typing import TYPE_CHECKING
+
+from amptune.hardware.machine import MIB
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -13,25 +14,17 @@ if TYPE_CHECKING:
 __all__ = ["LogStream"]
 
 # A worker that prints in every step must not fill the disk.
-MAX_LOG_BYTES = 20 * 2**20
+MAX_LOG_BYTES = 20 * MIB
 
 
-class LogStream(io.RawIOBase):
+class LogStream(io.FileIO):
     """The stream for the user's prints. A full disk loses prints but does not fail the trial."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._left = MAX_LOG_BYTES
+    _left = MAX_LOG_BYTES
 
     def write(self, data: Buffer, /) -> int:
         kept = bytes(data)[: self._left]
         self._left -= len(kept)
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, kept)
+            super().write(kept)
         return memoryview(data).nbytes
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor

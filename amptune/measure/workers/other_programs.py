@@ -17,7 +17,7 @@ from amptune.measure.workers.processes import fork_server
 __all__ = ["OtherPrograms"]
 
 # The kernel counts time in hundredths of a second, and what starts a program is over soon.
-SHORTEST_WATCH_S = 0.5
+SHORTEST_WATCH_S = 1.0
 # What services take of each core of an idle machine.
 SELDOM = 0.01
 
@@ -55,8 +55,7 @@ class OtherPrograms:
             mine = [one for root in self._roots() for one in (root, *root.children(recursive=True))]
         except (OSError, psutil.Error):
             return None
-        used_s = [psutil.Process().cpu_times()[:4], *map(_seconds_of, mine)]
-        return sum(one.user + one.system for one in times) - sum(map(sum, used_s))
+        return sum(one.user + one.system for one in times) - sum(map(_seconds_of, [psutil.Process(), *mine]))
 
     def _roots(self) -> list[psutil.Process]:
         """Returns amptune's own children."""
@@ -64,10 +63,10 @@ class OtherPrograms:
         return [one for one in psutil.Process().children() if one.pid == server or one not in self._ran_before]
 
 
-def _seconds_of(process: psutil.Process) -> tuple[float, ...]:
-    """Returns the CPU times of a process, and of its children that have ended."""
+def _seconds_of(process: psutil.Process) -> float:
+    """Returns the CPU time of a process, and of its children that have ended."""
     try:
-        times: tuple[float, ...] = process.cpu_times()[:4]
-        return times
+        used = process.cpu_times()
     except psutil.Error:  # it has just ended
-        return ()
+        return 0.0
+    return float(used.user + used.system + used.children_user + used.children_system)

@@ -29,23 +29,31 @@ import psutil
 from amptune.errors import StudyError
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
-from amptune.measure.workers.activity import Activity
-from amptune.measure.workers.cpu_share import limit_threads
+from amptune.measure.workers.cpu_share import cores, limit_threads
 from amptune.measure.workers.death import death_of, kernel_oom_kills
 from amptune.measure.workers.setting import Setting
-from amptune.measure.workers.worker import start
+from amptune.measure.workers.worker import Activity, start
 from amptune.workload.script import imports_of
 
-__all__ = ["LIBRARIES", "Pending", "WorkerProcess", "fork_server", "start_importing", "stop_all", "workers_that_fit"]
+__all__ = [
+    "LIBRARIES",
+    "START_LIMIT_S",
+    "Pending",
+    "WorkerProcess",
+    "fork_server",
+    "start_importing",
+    "stop_all",
+    "workers_that_fit",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 # The environment variable by which the fork server learns what to import, as `module` or `module:name`.
 LIBRARIES = "AMPTUNE_LIBRARIES"
-# Limit until a process takes its first task; the fork server may have to import large libraries before.
-LAUNCH_LIMIT_S = 60.0
-ANY_NUMBER = 8
+# Limit until a process takes its first task, for which the fork server may have to import large libraries, and for that
+# task: importing torch, opening a CUDA context and building the model, for all contenders at once.
+START_LIMIT_S = 120.0
 # pebble waits 3 s for a process to end when asked to, then kills it.
 END_LIMIT_S = 10.0
 
@@ -151,7 +159,7 @@ class Pending(Generic[T]):
         process = self._process
         try:
             # pebble counts from the task's start and would never notice a process that dies before.
-            return self._future.result(timeout=None if self._limit_s is None else self._limit_s + LAUNCH_LIMIT_S)
+            return self._future.result(timeout=None if self._limit_s is None else self._limit_s + START_LIMIT_S)
         except FutureTimeoutError:
             return self.give_up(self._limit_s or 0.0)
         except BrokenProcessPool as broken:
@@ -223,7 +231,7 @@ class WorkerProcess:
         if self._pool is None:
             return None
         try:
-            return self._identity.result(timeout=LAUNCH_LIMIT_S)
+            return self._identity.result(timeout=START_LIMIT_S)
         except (FutureTimeoutError, CancelledError, BrokenProcessPool, pebble.ProcessExpired):
             return None
 
@@ -268,12 +276,12 @@ def stop_all(processes: Iterable[WorkerProcess]) -> None:
 
 
 def workers_that_fit(ranks: int = 1) -> int:
-    """Returns how many more workers fit into two thirds of the available memory, of the largest current size.
+    """Returns how many more workers fit into half of the available memory, of the largest current size.
 
-    Each is so many processes.
+    Each is so many processes. If none runs, whose size would tell, one for each core.
     """
     largest = max((_resident_bytes(child) for child in psutil.Process().children(recursive=True)), default=0)
-    return int(psutil.virtual_memory().available * 2 / 3 / largest / ranks) if largest else ANY_NUMBER
+    return int(psutil.virtual_memory().available / 2 / largest / ranks) if largest else cores()
 
 
 def _resident_bytes(process: psutil.Process) -> int:

@@ -12,11 +12,16 @@ from torch import nn
 __all__ = ["warm_up"]
 
 
+# Layers as wide as tensor cores want them; too small to affect cuDNN's plans for real models.
+WIDTH = 8
+
+
 def warm_up(device: torch.device) -> None:
-    """Trains a toy model for a few steps; its shapes are too small to affect cuDNN's plans for real models."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 8)).to(device)
+    """Trains a toy model for a few steps."""
+    layers = nn.Conv2d(WIDTH, WIDTH, 2), nn.BatchNorm2d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    images = torch.zeros(2, 3, 8, 8, device=device)
+    images = torch.zeros(WIDTH, WIDTH, WIDTH + 1, WIDTH + 1, device=device)
     for enabled in (False, True):
         with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
             loss = model(images).float().square().mean()

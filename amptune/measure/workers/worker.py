@@ -12,12 +12,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, TypeVar
 
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
-from amptune.measure.workers.activity import Activity
 from amptune.measure.workers.cpu_share import limit_threads, rarely_collecting_garbage, share_compilers, sharing_threads
 from amptune.measure.workers.followers import Followers
 from amptune.measure.workers.log_stream import LogStream
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 
 __all__ = [
+    "Activity",
     "get_ready",
     "import_compiler",
     "is_measuring",
@@ -68,6 +69,26 @@ class Reply:
 A_FEW_STEPS = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=1)
 
 
+# The longest note of an activity, in bytes.
+LONGEST = 1024
+
+
+class Activity:
+    """A note of what a worker is doing and since when, passed to its process when that is started."""
+
+    def __init__(self, context: BaseContext) -> None:
+        self._text = context.RawArray("c", LONGEST)
+        self.note("starting")
+
+    def note(self, doing: str) -> None:
+        """Notes what begins now, on the clock that all processes share."""
+        self._text.value = f"{time.monotonic():.1f} {doing}".encode()[: LONGEST - 1]
+
+    def __str__(self) -> str:
+        since_s, _, doing = self._text.value.decode(errors="replace").partition(" ")
+        return f"{doing} for {time.monotonic() - float(since_s):.0f} s"
+
+
 class _State:
     """The process's single bench. The first task builds it, so a failed start-up is the answer to that task."""
 
@@ -87,12 +108,10 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
     multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    log = os.open(setting.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    stream = io.TextIOWrapper(
-        io.BufferedWriter(LogStream(log)), encoding="utf-8", errors="replace", line_buffering=True
-    )
+    log = LogStream(setting.log, "a")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    stream = io.TextIOWrapper(io.BufferedWriter(log), encoding="utf-8", errors="replace", line_buffering=True)
     sys.stdout = sys.stderr = stream
     if setting.source.target is not None:
         from amptune.workload.targets import Target
@@ -152,33 +171,28 @@ def get_ready(policy: Policy, at_once: int, for_turns_of: int | None = None) -> 
     compiles it (CPU work) and returns the outcome of its first steps. A failure is reported by the trial. With other
     ranks it ends the process, since their group is lost.
     """
-    outcome = _ready(policy, at_once, for_turns_of)
+    outcome = _attempt(lambda: _ready(policy, at_once, for_turns_of))
     if _State.followers is not None and isinstance(outcome, Failure):
         os._exit(1)
     return outcome
 
 
 def _ready(policy: Policy, at_once: int, for_turns_of: int | None) -> Outcome | None:
-    from amptune.measure.bench.failures import failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
     from amptune.measure.workers.warm_start import warm_up
 
-    try:
-        with sharing_threads(at_once):
-            bench = _bench()
-            warm_up(bench.device)
-            draws = for_turns_of is not None and bench.workload.loader is None
-            if draws:
-                bench.drawn.fresh_sequence(policy.batch_size or bench.workload.batch_size, for_turns_of)
-        if policy.compile == "off":
-            return None
-        share_compilers(at_once)
-        with rarely_collecting_garbage():
-            effort = replace(A_FEW_STEPS, batches=for_turns_of)
-            return measure_in_loop(bench, policy, effort) if draws else bench.measure(policy, effort)
-    except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
-        traceback.print_exc()  # into the log
-        return failure_of(error)
+    with sharing_threads(at_once):
+        bench = _bench()
+        warm_up(bench.device)
+        draws = for_turns_of is not None and bench.workload.loader is None
+        if draws:
+            bench.drawn.fresh_sequence(policy.batch_size or bench.workload.batch_size, for_turns_of)
+    if policy.compile == "off":
+        return None
+    share_compilers(at_once)
+    with rarely_collecting_garbage():
+        effort = replace(A_FEW_STEPS, batches=for_turns_of)
+        return measure_in_loop(bench, policy, effort) if draws else bench.measure(policy, effort)
 
 
 def import_compiler() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from amptune import Policy
 from amptune.errors import TargetError
-from amptune.measure.bench.bench import Bench
+from amptune.measure.bench.bench import FEW_BATCHES, Bench
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.outcome import Effort, Failure, Measurement
@@ -64,7 +64,7 @@ def test_training_begun_anew_under_half_weights_begins_with_the_same_masters() -
         for _ in range(2):
             bench.restart()
             assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
-            losses.append([float(stepper()) for _ in range(3)])
+            losses.append([float(stepper()) for _ in range(FEW_BATCHES)])
             assert not torch.equal(bench.model.state_dict()["weight"], initial["weight"])
     assert losses[0] == losses[1]
 
