@@ -72,8 +72,10 @@ class Stages:
 
     def take(self, step: Step, limit_s: float) -> None:
         """Takes a step that was wanted, within this time; the one place where steps are carried out."""
+        if step.stage == "batch size":  # before the other stages, and the study, are made of what it finds
+            self._find_batch_sizes(step, limit_s)
+            return
         by_stage: dict[Stage, Callable[[Step, float], None]] = {
-            "batch size": self._find_batch_sizes,
             "compile": self._graphs.take,
             "trial": self.trials.take,
             "numerics": self._numerics.take,
