@@ -32,8 +32,6 @@ from amptune.workload.workload import Workload
 
 __all__ = ["Verification", "verify", "verify_with"]
 
-# If a claim fails, the policy's or the baseline's step time is named if it moved by more than this share.
-MOVED = 0.03
 # Findings about what disturbed the measurements.
 DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling", "allocator-thrashing")
 
@@ -270,13 +268,13 @@ def _gain_in_words(found: Verification) -> str:
 
 
 def _moved(found: Verification) -> Iterator[Finding]:
-    """Yields a finding for each of the two whose step time has changed, to tell which one to look at."""
+    """Yields a finding for each of the two whose step time moved by more than `MARGIN`, to tell which to look at."""
     before_and_now = (
         ("policy", found.claim.step_ms, found.policy.step_ms),
         ("baseline", found.claim.baseline_ms, found.baseline.step_ms),
     )
     for who, before_ms, now_ms in before_and_now:
-        if before_ms and now_ms and abs(now_ms / before_ms - 1) > MOVED:
+        if before_ms and now_ms and abs(now_ms / before_ms - 1) > MARGIN:
             longer = now_ms / before_ms
             change = f"{longer:.3g} times as long" if longer > 1 else f"{1 / longer:.3g} times as fast"
             yield Finding(

@@ -11,7 +11,7 @@ from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import MemoryModel
-from amptune.search.batch_size.next_size import MOST_PROBES, Allowed, Outlook, Sizes
+from amptune.search.batch_size.next_size import MOST_PROBES, Outlook, Sizes
 from amptune.search.plan.budget import Clock
 from amptune.search.table.trial import Trial
 
@@ -41,15 +41,13 @@ class LargestBatch:
     """The largest batch that ran within the limit, None if none did, and why no larger one was tried.
 
     It ran under the policy or another one of its arm, which needs about as much memory. `peak_mib` is what the
-    allocator reserved in that run; `alloc_retries` above 0 means that it had to flush its cache to find room, which
-    slows training down. `probes` are the runs of this search in order; earlier knowledge is not among them.
+    allocator reserved in that run. `probes` are the runs of this search in order; earlier knowledge is not among them.
     """
 
     batch_size: int | None
     limit_mib: float
     because: str
     peak_mib: float = 0.0
-    alloc_retries: int = 0
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -102,7 +100,7 @@ class Sizer:
     run: Callable[[Policy], Outcome]
     model: MemoryModel
     own_batch_size: int
-    allowed: Allowed | None = None
+    allowed: Sequence[int] | None = None
     left_s: Callable[[], float] = lambda: math.inf
     clock: Clock = time.monotonic
     most_probes: int = MOST_PROBES
@@ -181,7 +179,4 @@ class Sizer:
     def _answer(self, policy: Policy, probes: tuple[Probe, ...], because: str) -> LargestBatch:
         best = self._outlook(policy, probes).best
         answer = LargestBatch(batch_size=None, limit_mib=self.model.limit_mib, because=because, probes=probes)
-        if best is None:
-            return answer
-        retries = best.alloc_retries
-        return replace(answer, batch_size=best.batch_size, peak_mib=best.reserved_mib, alloc_retries=retries)
+        return answer if best is None else replace(answer, batch_size=best.batch_size, peak_mib=best.reserved_mib)

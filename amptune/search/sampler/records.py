@@ -27,11 +27,10 @@ MOST_WORST = 30
 class TuningRecord:
     """One tuning run: what was tuned, where, and against which baseline. `began` is UTC, ISO 8601.
 
-    `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
-    comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study,
-    `arguments` those of the target's script. `software` are the versions of what ran, by name, amptune's among them,
-    `memory_mib` the memory that the device had available, `valid_for` the labels of the machines that the answer holds
-    for; a study of an earlier amptune has none of these.
+    `target` is the workload's name on the command line, None if it came from Python. `folder` has the files of a study
+    beside its trials. `options` are those of `amptune tune` that select the same study, `arguments` those of the
+    target's script. `software` are the versions of what ran, by name, amptune's among them, `memory_mib` the memory
+    that the device had available, `valid_for` the labels of the machines that the answer holds for.
     """
 
     run: str
@@ -74,18 +73,15 @@ class TuningRecord:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware")}
+        plain = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
         return TuningRecord(
-            **rest,
-            batch_size=int(data["batch_size"]),
+            **{name: data[name] for name in plain},
             baseline=policy_from_dict(data["baseline"]),
-            objective=Objective(data["objective"], data["least_speed"], data.get("steps")),
-            options=tuple(map(str, data.get("options", ()))),
-            arguments=tuple(map(str, data.get("arguments", ()))),
-            device=data.get("device", "cuda" if "NVIDIA" in data["hardware"] else "cpu"),
-            software=tuple((str(name), str(version)) for name, version in data.get("software", {}).items()),
-            memory_mib=data.get("memory_mib"),
-            valid_for=tuple((str(name), str(value)) for name, value in data.get("valid_for", {}).items()),
+            objective=Objective(data["objective"], data["least_speed"], data["steps"]),
+            options=tuple(data["options"]),
+            arguments=tuple(data["arguments"]),
+            software=tuple(data["software"].items()),
+            valid_for=tuple(data["valid_for"].items()),
         )
 
 
@@ -94,7 +90,7 @@ class GateRecord:
     """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits.
 
     `worst` are the figures nearest to their limits, one a module; `losses` is the policy's loss curve there,
-    `losses_fp32` that of FP32 and of its replicas. A study of an earlier amptune has none of these.
+    `losses_fp32` that of FP32 and of its replicas.
     """
 
     policy: Policy
@@ -136,9 +132,9 @@ class GateRecord:
             passes=data["passes"],
             used=data["used"],
             words=data["words"],
-            worst=tuple(map(Finding.from_dict, data.get("worst", ()))),
-            losses=tuple(data.get("losses", ())),
-            losses_fp32=tuple(map(tuple, data.get("losses_fp32", ()))),
+            worst=tuple(map(Finding.from_dict, data["worst"])),
+            losses=tuple(data["losses"]),
+            losses_fp32=tuple(map(tuple, data["losses_fp32"])),
         )
 
 

@@ -19,11 +19,10 @@ __all__ = ["covered_by", "general_rules"]
 # usual classes of a root; every module is a "Module" and an "object".
 GENERIC_TYPES = frozenset({"Module", "object", "Sequential", "ModuleList", "ModuleDict"})
 
-# Limits on the patterns of one path: stars in a pattern, and with `**` the names before and behind it.
-MOST_STARS = 3
-MOST_STARS_BEHIND = 2
-MOST_NAMES_BEHIND = 3
-MOST_NAMES_BEFORE = 2
+# Limits on the patterns of one path: so many stars, and names behind a `**`; with a `**`, so many stars and names
+# before it.
+MOST_PARTS = 3
+MOST_PARTS_BESIDE = 2
 
 # Modules to cover, one bit each: there are many candidates, and most of the work is to compare what they cover.
 Bits = int
@@ -177,17 +176,17 @@ def _family(paths: Iterable[str]) -> Callable[[str], Iterator[str]]:
             (start + end, stars + more)
             for start, stars in starts
             for end, more in options(name)
-            if stars + more <= MOST_STARS
+            if stars + more <= MOST_PARTS
         ]
 
     def patterns(path: str) -> Iterator[str]:
         yield from (text for text, stars in written(path) if stars)
         names = path.split(".")
-        for before in range(min(MOST_NAMES_BEFORE, len(names) - 1) + 1):
+        for before in range(min(MOST_PARTS_BESIDE, len(names) - 1) + 1):
             start = ".".join([*names[:before], "**."])
-            for behind in range(1, min(MOST_NAMES_BEHIND, len(names) - before) + 1):
+            for behind in range(1, min(MOST_PARTS, len(names) - before) + 1):
                 ends = written(".".join(names[-behind:]))
-                yield from (start + text for text, stars in ends if stars <= MOST_STARS_BEHIND)
+                yield from (start + text for text, stars in ends if stars <= MOST_PARTS_BESIDE)
 
     return patterns
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
-from amptune.search.table.effects import EFFECTS, Effect, Machine
+from amptune.search.table.effects import EFFECTS, WORTH, Effect, Machine
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, decisive, step_spread
@@ -36,8 +36,6 @@ _AS_BLOCKS = ("process", "sitting")
 _TAILS = 2.0
 # A row of which the others say next to nothing is no outlier.
 _UNKNOWN = 1e-6
-# The spread of a policy's steps says as much of its noise as so many blocks.
-_STEPS_WORTH = 3.0
 _ITERATIONS, _FINAL_ITERATIONS = 20, 5
 # The effects are sized by at most so many rows of policies measured more than once: time grows with their cube.
 _MOST_ROWS = 200
@@ -185,7 +183,7 @@ def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Pol
 
 
 def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
-    """Returns the mean of the steps' spread, which counts as `_STEPS_WORTH` blocks, and the blocks' own.
+    """Returns the mean of the steps' spread, which counts as `WORTH` blocks, and the blocks' own.
 
     The blocks' own is the distance from their run's median that 68 % of them keep: one deviation of Gaussian ones. The
     farthest block, which may be an outlier, counts as no farther than the next.
@@ -196,7 +194,7 @@ def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
     if len(distances) > 2:
         distances[-1] = distances[-2]
     blocks, freedom = float(np.quantile(distances, 0.68)), len(distances) - 1
-    return (_STEPS_WORTH * steps + freedom * blocks) / (_STEPS_WORTH + freedom)
+    return (WORTH * steps + freedom * blocks) / (WORTH + freedom)
 
 
 @dataclass(frozen=True, slots=True)
