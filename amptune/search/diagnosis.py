@@ -15,11 +15,12 @@ from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.loop_timing import limits_of
-from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
+from amptune.search.after_checks import LOOK
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge
 from amptune.search.gate.judgement import Judgement
@@ -34,8 +35,6 @@ from amptune.workload.workload import Workload
 
 __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 
-# A short measurement of the baseline's step: the step has to run before anything else is examined.
-GLANCE = Effort(warmup_s=1.0, measure_s=0.2)
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 LOOP_S = 2.0
@@ -96,8 +95,8 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_LIMIT_S, self.budget.left_s)))
-        if isinstance(outcome, Failure):
+        outcome = self.evaluator.measure(STOCK, replace(LOOK, time_limit_s=max(SHORTEST_LIMIT_S, self.budget.left_s)))
+        if isinstance(outcome, Failure):  # the step has to run before anything else is examined
             findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
         numerics = tuple(self._numerics(prepared))

@@ -25,7 +25,7 @@ from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.request import ranks_of, source_of
 from amptune.search.table.contenders import Contender
-from amptune.search.table.gains import use_of
+from amptune.search.table.gains import counted, use_of
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, waits_for_data
 from amptune.workload.workload import Workload
@@ -174,7 +174,7 @@ def _other_devices(policy_file: PolicyFile, prepared: Prepared) -> Iterator[Find
     if claimed != here:
         yield Finding(
             code="drift",
-            message=f"the claim is of steps on {claimed} device{'s' * (claimed > 1)} at once, and these ran on {here}",
+            message=f"the claim is of steps on {counted(claimed, 'device')} at once, and these ran on {here}",
             figures={"label": "devices", "tuned": claimed, "here": here},
         )
 
@@ -240,13 +240,9 @@ def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
         why = f"this is below {needed}, but the last round by itself is not"
     else:
         why = f"this is below {needed}, and a second round has to be too"
-    rows, launches = _counted(found.policy.rows, "measurement"), _counted(max(1, here.launches), "process", "es")
+    rows, launches = counted(found.policy.rows, "measurement"), counted(max(1, here.launches), "process")
     after = f"{rows} in {launches} of each{_beside(disturbed)}"
     return f"{figure.name}: {why}, after {after}; give more with --budget, or a quieter machine"
-
-
-def _counted(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural if count != 1 else ''}"
 
 
 def _beside(disturbed: Sequence[Finding]) -> str:

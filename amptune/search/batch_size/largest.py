@@ -13,6 +13,7 @@ from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.next_size import MOST_PROBES, Outlook, Sizes
 from amptune.search.plan.budget import Clock
+from amptune.search.table.gains import counted
 from amptune.search.table.trial import Trial
 
 __all__ = ["LargestBatch", "Probe", "Sizer"]
@@ -60,7 +61,7 @@ class LargestBatch:
         return sum(probe.is_oom for probe in self.probes)
 
     def __str__(self) -> str:
-        runs = f"{len(self.probes)} run{'' if len(self.probes) == 1 else 's'}, {self.ooms} out of memory"
+        runs = f"{counted(len(self.probes), 'run')}, {self.ooms} out of memory"
         if self.batch_size is None:
             return f"no batch size is known to fit into {self.limit_mib:.0f} MiB: {self.because} ({runs})"
         return (

@@ -19,6 +19,8 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["GateRecord", "StudyRecord", "TuningRecord", "without_password"]
 
+# What a study keeps of a tuning run as it is.
+_AS_THEY_ARE = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
 # Figures of a judgement that a study keeps.
 MOST_WORST = 30
 
@@ -52,30 +54,21 @@ class TuningRecord:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
         return {
-            "run": self.run,
-            "began": self.began,
-            "workload": self.workload,
-            "target": self.target,
-            "folder": self.folder,
-            "hardware": self.hardware,
-            "batch_size": self.batch_size,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "baseline": policy_to_dict(self.baseline),
             "objective": self.objective.name,
             "least_speed": self.objective.least_speed,
             "steps": self.objective.steps,
             "options": list(self.options),
-            "device": self.device,
             "arguments": list(self.arguments),
             "software": dict(self.software),
-            "memory_mib": self.memory_mib,
             "valid_for": dict(self.valid_for),
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        plain = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
         return TuningRecord(
-            **{name: data[name] for name in plain},
+            **{name: data[name] for name in _AS_THEY_ARE},
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"], data["steps"]),
             options=tuple(data["options"]),

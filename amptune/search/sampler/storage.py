@@ -16,7 +16,7 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
-from amptune.measure.results.outcome import Failure, outcome_to_dict
+from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
@@ -112,10 +112,9 @@ class Store:
         If others thought that this worker was gone, they have given the trial up: its outcome is left out.
         """
         with storage_errors(), suppress(RuntimeError):  # Optuna's, for a trial that has ended
-            handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
-            handle.set_user_attr("seconds", trial.seconds)
-            handle.set_user_attr("run", trial.run)
-            handle.set_user_attr("moment_s", round(trial.moment_s, 3))
+            kept = {**trial.row.as_dict(), "seconds": trial.seconds}
+            for name in ("outcome", "seconds", "run", "moment_s"):
+                handle.set_user_attr(name, kept[name])
             if self._teller is None:
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             else:
@@ -127,31 +126,30 @@ class Store:
         with storage_errors():
             self._study.tell(handle, state=TrialState.FAIL, skip_if_finished=True)
 
-    def note_tuning(self, tuning: TuningRecord) -> None:
-        """Records that a tuning run uses the study."""
-        with storage_errors():
-            self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
-
-    def note_row(self, row: Row) -> None:
-        """Writes a timing that is no trial."""
-        with storage_errors():
-            self._study.set_user_attr(f"{ROW} {uuid.uuid4().hex}", row.as_dict())
-
     def rows(self) -> list[Row]:
         """Returns the timings that are no trials, of all runs."""
         with storage_errors():
             return _rows_in(self._study.user_attrs)
 
+    def note_tuning(self, tuning: TuningRecord) -> None:
+        """Records that a tuning run uses the study."""
+        self._note(TUNING, tuning.run, tuning.as_dict())
+
+    def note_row(self, row: Row) -> None:
+        """Writes a timing that is no trial."""
+        self._note(ROW, uuid.uuid4().hex, row.as_dict())
+
     def note_timeline(self, run: str, timeline: Sequence[Mapping[str, Any]]) -> None:
         """Records what a tuning run did when."""
-        with storage_errors():
-            self._study.set_user_attr(f"{TIMELINE} {run}", list(timeline))
+        self._note(TIMELINE, run, list(timeline))
 
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
-        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()
+        self._note(JUDGED, hashlib.sha256(str(judged.policy).encode()).hexdigest(), judged.as_dict())
+
+    def _note(self, kind: str, name: str, value: Any) -> None:
         with storage_errors():
-            self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
+            self._study.set_user_attr(f"{kind} {name}", value)
 
 
 def open_store(where: Path | str, name: str, space: Space) -> Store:

@@ -23,8 +23,8 @@ __all__ = [
 ObjectiveName = Literal["throughput", "memory", "energy"]
 OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
-# No figure is known better than to this share. So a speed that is as far below the needed one is not shown to be too
-# slow, and an interval as narrow (half its width) needs no further rows.
+# To know a figure to this share is enough: a speed that is as little below the needed one is not shown to be too slow,
+# and an interval as narrow (half its width) needs no further rows.
 KNOWN_TO = 0.01
 # To a user, two policies that differ by at most this share are equal, and the simpler one wins.
 NEGLIGIBLE = 0.005
