@@ -67,24 +67,16 @@ class Estimates:
         """The place of each policy in `policies`."""
         return {policy: place for place, policy in enumerate(self.policies)}
 
-    def to_baseline(self, policy: Policy) -> Ratio | None:
-        """Returns the ratio to the baseline in a later sitting; None without a score in a run of the baseline."""
+    def to_baseline(self, policy: Policy, *, later: bool = True) -> Ratio | None:
+        """Returns the ratio to the baseline in a later sitting; None without a score in a run of the baseline.
+
+        If not `later`, no other sitting and no next process is added to what is not known: the ratio is that over all
+        processes like those measured.
+        """
         p, b = self.place.get(policy), self.baseline
         if p is None:
             return None
-        return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]))
-
-    def as_measured(self, policy: Policy) -> Ratio | None:
-        """Returns the ratio to the baseline over all processes like those measured; None as `to_baseline`.
-
-        It is not about a later sitting: no other sitting and no next process is added to what is not known.
-        """
-        later = self.to_baseline(policy)
-        if later is None or policy == self.policies[self.baseline]:
-            return later
-        p, b = self.place[policy], self.baseline
-        log, deviation = float(self.mean[p] - self.mean[b]), math.sqrt(float(self.own[p] + self.own[b]))
-        return Ratio.of_log(log, deviation, freedom=later.freedom, launches=later.launches)
+        return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]), later=later)
 
     def between(self, policy: Policy, other: Policy) -> Ratio | None:
         """Returns the ratio of two policies in a later sitting, from their own rows alone; None if one has no score."""
@@ -93,10 +85,10 @@ class Estimates:
             return None
         return self._ratio(p, q, float(self.raw[p] - self.raw[q]), float(self.contrast[p, q]))
 
-    def _ratio(self, p: int, q: int, log: float, variance: float) -> Ratio | None:
+    def _ratio(self, p: int, q: int, log: float, variance: float, *, later: bool = True) -> Ratio | None:
         if p == q:
             return Ratio(value=1.0, low=1.0, high=1.0)
-        deviation = math.sqrt(variance + self.next_variance(p, q))
+        deviation = math.sqrt(variance + (self.next_variance(p, q) if later else 0.0))
         if deviation > LEVEL:  # no run has both
             return None
         return Ratio.of_log(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from amptune.search.table.objective import NEGLIGIBLE
+from amptune.search.table.row_arrays import Array
 
 __all__ = ["shrunk"]
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # The baseline's own noise is at most this share of that of a difference to it.
 _SHARED = 0.9
