@@ -15,7 +15,6 @@ _SHARED = 0.9
 _ROUNDS = 3
 # A policy may be unlike all others: its logarithm differs by this much (standard deviation).
 _BROAD = 1.0
-_LEAST_VARIANCE = 1e-10
 
 
 def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
@@ -35,7 +34,7 @@ def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
     pairs = differences[np.ix_(others, others)]
     common = float(np.median(pairs[~np.eye(len(pairs), dtype=bool)]))
     shared = min(max(common, 0.0), _SHARED * float(noise[others].min()))
-    noise = np.maximum(np.where(others, noise - shared, shared), _LEAST_VARIANCE)
+    noise = np.where(others, noise - shared, shared)
     mean, own = raw, noise
     for _ in range(_ROUNDS):
         mean, own = _towards(raw, noise, mean, own)
