@@ -153,7 +153,7 @@ def test_every_room_says_what_it_holds() -> None:
             "optuna",
             {
                 f"search/sampler/{name}.py"
-                for name in ["backend", "distributions", "leases", "storage", "stored_trials", "policy_sampler"]
+                for name in ["backend", "leases", "storage", "stored_trials", "policy_sampler"]
             },
         ),
         ("yaml", {"policy/yaml_text.py"}),

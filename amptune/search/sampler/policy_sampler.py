@@ -13,8 +13,7 @@ from optuna.trial import FrozenTrial
 from amptune.search.sampler.acquisition import Proposal
 from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import Catalog, History
-from amptune.search.sampler.leases import running_in
-from amptune.search.sampler.stored_trials import trials_in
+from amptune.search.sampler.stored_trials import running_in, trials_in
 from amptune.search.sampler.surrogate import Belief
 from amptune.search.space.knobs import Value
 from amptune.search.table.trial import Trial

@@ -21,10 +21,9 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import JOURNAL, SQLITE, experimental, opened, storage_errors
-from amptune.search.sampler.distributions import distributions_of, suggest
-from amptune.search.sampler.leases import Leases, running_in
+from amptune.search.sampler.leases import Leases
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
-from amptune.search.sampler.stored_trials import trials_in
+from amptune.search.sampler.stored_trials import distributions_of, running_in, suggest, trials_in
 from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
