@@ -36,6 +36,14 @@ class Probe:
         """True if it failed for another reason than memory."""
         return isinstance(self.outcome, Failure) and not self.is_oom
 
+    def seconds_for(self, batch_size: int) -> float:
+        """Returns the seconds of a probe of another size: its steps take longer in proportion, the rest does not."""
+        if not isinstance(self.outcome, Measurement):
+            return 0.0
+        steps = self.outcome.warmup_steps + len(self.outcome.step_ms)
+        steps_s = min(self.seconds, steps * self.outcome.mean_ms / 1000)
+        return self.seconds - steps_s + steps_s * batch_size / self.batch_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
@@ -70,26 +78,6 @@ class LargestBatch:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """The seconds of a probe of `batch_size`: its steps, which take longer for a larger batch, and the rest."""
-
-    batch_size: int
-    steps_s: float
-    rest_s: float
-
-    @staticmethod
-    def of(probe: Probe) -> Pace | None:
-        if not isinstance(probe.outcome, Measurement):
-            return None
-        steps = probe.outcome.warmup_steps + len(probe.outcome.step_ms)
-        steps_s = min(probe.seconds, steps * probe.outcome.mean_ms / 1000)
-        return Pace(batch_size=probe.batch_size, steps_s=steps_s, rest_s=probe.seconds - steps_s)
-
-    def seconds_for(self, batch_size: int) -> float:
-        return self.rest_s + self.steps_s * batch_size / self.batch_size
-
-
 @dataclass
 class Sizer:
     """A search for the largest batch of one policy after another; `model` keeps what it learns of memory.
@@ -105,7 +93,7 @@ class Sizer:
     left_s: Callable[[], float] = lambda: math.inf
     clock: Clock = time.monotonic
     most_probes: int = MOST_PROBES
-    _pace: Pace | None = None
+    _last: Probe | None = None  # of those that ran
     _sizes: Sizes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +131,7 @@ class Sizer:
             return size
         if len(probes) >= self.most_probes:
             return f"{len(probes)} runs are enough"
-        if self.left_s() < (self._pace.seconds_for(size) if self._pace else 0.0):
+        if self.left_s() < (self._last.seconds_for(size) if self._last else 0.0):
             return f"there is no time to try {size}"
         return size
 
@@ -174,7 +162,7 @@ class Sizer:
         outcome = self.run(replace(policy, batch_size=size))
         probe = Probe(batch_size=size, outcome=outcome, seconds=self.clock() - before_s)
         self.model = self.model.with_outcome(policy, size, outcome)
-        self._pace = Pace.of(probe) or self._pace
+        self._last = probe if isinstance(outcome, Measurement) else self._last
         return probe
 
     def _answer(self, policy: Policy, probes: tuple[Probe, ...], because: str) -> LargestBatch:

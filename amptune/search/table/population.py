@@ -27,9 +27,9 @@ def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
     with_baseline = covariance[baseline]
     differences = covariance + with_baseline[baseline] - with_baseline[:, None] - with_baseline
     noise = np.maximum(np.diag(differences), 0.0)
-    if len(raw) < 3:
-        return raw, noise
     others = np.arange(len(raw)) != baseline
+    if others.sum() < 2:
+        return raw, noise
     # All differences share the baseline's noise: it is taken from them, and is the baseline's own.
     pairs = differences[np.ix_(others, others)]
     common = float(np.median(pairs[~np.eye(len(pairs), dtype=bool)]))
