@@ -26,15 +26,9 @@ Sampler = BaseSampler
 
 def sampler_named(name: str, seed: int) -> BaseSampler | None:
     """Returns one of Optuna's samplers by its name; None for "amptune", which needs the study's space."""
+    makers: Mapping[str, Callable[..., BaseSampler]] = {"tpe": TPESampler, "gp": GPSampler, "random": RandomSampler}
     with experimental():
-        match name:
-            case "tpe":
-                return TPESampler(seed=seed)
-            case "gp":
-                return GPSampler(seed=seed)
-            case "random":
-                return RandomSampler(seed=seed)
-    return None
+        return makers[name](seed=seed) if name in makers else None
 
 
 def with_fixed(sampler: BaseSampler, fixed: Mapping[str, Value]) -> BaseSampler:

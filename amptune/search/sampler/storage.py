@@ -156,7 +156,6 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
 
     Raises `StudyError` if the storage cannot be used.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with experimental(), storage_errors():
         study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
         return Store(study, space)
@@ -181,7 +180,6 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
 
     Raises `StudyError` if there is none, or the storage cannot be read.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(where, Path) and not (where / JOURNAL).is_file():
         raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
