@@ -95,7 +95,7 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(LOOK, time_limit_s=max(SHORTEST_LIMIT_S, self.budget.left_s)))
+        outcome = self.evaluator.measure(STOCK, replace(LOOK, time_limit_s=self._limit_s))
         if isinstance(outcome, Failure):  # the step has to run before anything else is examined
             findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
@@ -105,6 +105,10 @@ class _Examination:
         findings = (*prepared.noticed, *_in_order(numerics), *disturbances, *slow, *self._input(numerics))
         return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
+    @property
+    def _limit_s(self) -> float:
+        return max(SHORTEST_LIMIT_S, self.budget.left_s)
+
     def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:
         return Diagnosis(hardware=prepared.hardware, subject=prepared.subject, seconds=self.budget.spent_s, **found)
 
@@ -112,7 +116,7 @@ class _Examination:
         """Returns where the numbers of stock PyTorch break. Raises what else keeps it from running."""
         if failure.kind != "nonfinite":
             raise error_of_baseline(STOCK, failure)
-        traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_LIMIT_S, self.budget.left_s))
+        traces = self.evaluator.trace(STOCK, STOCK, self._limit_s)
         module, where = (None, "") if isinstance(traces, Failure) else where_fp32_breaks(traces)
         message = f"training breaks in FP32 already: {failure.message}{where and f'; {where}'}"
         return Finding(code="fp32-breaks", module=module, message=message)
@@ -144,7 +148,7 @@ class _Examination:
         """Returns the profile of a step, or in words why there is none."""
         if self.budget.left_s <= 0:
             return f"there was no time to profile the step under {policy}; give more with --budget"
-        profile = self.evaluator.profile(policy, max(SHORTEST_LIMIT_S, self.budget.left_s))
+        profile = self.evaluator.profile(policy, self._limit_s)
         return f"the step could not be profiled: {profile}" if isinstance(profile, Failure) else profile
 
     def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
@@ -153,7 +157,7 @@ class _Examination:
             return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
         policy = sound[0] if sound else STOCK
-        timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_LIMIT_S, self.budget.left_s))
+        timing = self.evaluator.train(policy, LOOP_S, self._limit_s)
         if isinstance(timing, Failure):
             yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
             return

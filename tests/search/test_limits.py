@@ -293,3 +293,4 @@ def test_a_study_keeps_the_loss_curves_of_a_judgement_to_six_digits() -> None:
     kept = GateRecord.of(judged(BF16, parity))
     again = GateRecord.from_dict(json.loads(json.dumps(kept.as_dict())))
     assert again == replace(kept, losses=(2.34568, 1.0), losses_fp32=((2.34568, 1.0), (2.4, 1.1)))
+    assert GateRecord.from_dict({"policy": {}, "passes": True, "used": 0.1, "words": ""}).losses == ()
