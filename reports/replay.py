@@ -211,7 +211,7 @@ def aa_table(ratios: Sequence[Ratio]) -> str:
     return _small_table(
         {
             "comparisons of a policy with itself": str(len(ratios)),
-            "no difference shown": _percent(statistics.fmean(not ratio.shows_a_difference for ratio in ratios)),
+            "no difference shown": _percent(statistics.fmean(ratio.low <= 1 <= ratio.high for ratio in ratios)),
             "± (median)": _percent(statistics.median(ratio.half_width for ratio in ratios)),
             "launches (median)": f"{statistics.median(ratio.launches for ratio in ratios):.0f}",
         }

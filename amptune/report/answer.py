@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from amptune.search.table.gains import gain_in_words, goal_of
+from amptune.search.table.gains import counted, gain_in_words, goal_of
 from amptune.search.table.ratio import chance_in_words
 
 if TYPE_CHECKING:
     from amptune.policy.findings import Finding
     from amptune.search.decide.decision import Decision
 
-__all__ = ["answer_of", "counted", "important", "ranked"]
+__all__ = ["answer_of", "important", "ranked"]
 
 # Findings that the three lines say already.
 _SAID = {"faster", "less-memory", "less-energy", "keep", "provisional", "undecided", "budget-too-small"}
@@ -79,9 +79,3 @@ def _next(decision: Decision, output: str, training: str) -> str:
             "run again to make it surer" if decision.provisional else "nothing to change in training"
         )
     return f"{written}. In training: {training}" + ("; run again to make it surer" if decision.provisional else "")
-
-
-def counted(number: int, what: str) -> str:
-    """Returns a number of things in words: `1 trial`, `2 processes`."""
-    plural = "es" if what.endswith("s") else "s"
-    return f"{number} {what}{'' if number == 1 else plural}"

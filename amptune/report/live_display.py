@@ -15,11 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from amptune.measure.results.outcome import Failure, Outcome
-from amptune.report.answer import counted
 from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded, WorkerSaid
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Stage as PlanStage
-from amptune.search.table.gains import FIGURES
+from amptune.search.table.gains import FIGURES, counted
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 

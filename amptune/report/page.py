@@ -9,7 +9,6 @@ from html import escape
 from amptune.policy.file_io import dumps
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
-from amptune.report.answer import counted
 from amptune.report.course_section import course_of
 from amptune.report.findings_section import findings_section_of, repeated
 from amptune.report.markup import code, interval, memory, note, number, section, times, whole_page
@@ -21,7 +20,7 @@ from amptune.report.trials_section import batch_of, trials_of, trials_without_an
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.contenders import Contender
-from amptune.search.table.gains import gain_in_words, goal_of
+from amptune.search.table.gains import counted, gain_in_words, goal_of
 from amptune.search.table.ratio import Ratio, chance_in_words
 
 __all__ = ["page_of", "page_without_answer"]

@@ -13,10 +13,11 @@ from amptune.search.decide.decision import Decision
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.compile_costs import compiled_s
 
-__all__ = ["larger_batch"]
+__all__ = ["LOOK", "larger_batch"]
 
 # Twice the batch is reported if it trains this many times as fast, and four times the batch if it gains that again.
 WORTH_TELLING = 1.05
+# A short measurement of a step.
 LOOK = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
 

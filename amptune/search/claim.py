@@ -164,7 +164,8 @@ class Pair:
 
     def _comparison(self, fits: Sequence[Estimates]) -> Comparison | None:
         here, later, last = fits
-        now, then, alone = (here.as_measured(self.policy), *(fit.to_baseline(self.policy) for fit in (later, last)))
+        now = here.to_baseline(self.policy, later=False)
+        then, alone = (fit.to_baseline(self.policy) for fit in (later, last))
         if now is None or then is None or alone is None:
             return None
         return Comparison(here=now, later=then, last=alone.value)

@@ -15,13 +15,14 @@ from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.loop_timing import limits_of
-from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
+from amptune.search.after_checks import LOOK
 from amptune.search.events import Event, Observer, PolicyJudged
-from amptune.search.gate.judge import Judge
+from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks, yardstick_findings
 from amptune.search.gate.repair import Cure
@@ -34,12 +35,9 @@ from amptune.workload.workload import Workload
 
 __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 
-# A short measurement of the baseline's step: the step has to run before anything else is examined.
-GLANCE = Effort(warmup_s=1.0, measure_s=0.2)
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 LOOP_S = 2.0
-SHORTEST_LOOK_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +95,8 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(GLANCE, time_limit_s=max(SHORTEST_LOOK_S, self.budget.left_s)))
-        if isinstance(outcome, Failure):
+        outcome = self.evaluator.measure(STOCK, replace(LOOK, time_limit_s=self._limit_s))
+        if isinstance(outcome, Failure):  # the step has to run before anything else is examined
             findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
         numerics = tuple(self._numerics(prepared))
@@ -107,6 +105,10 @@ class _Examination:
         findings = (*prepared.noticed, *_in_order(numerics), *disturbances, *slow, *self._input(numerics))
         return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
+    @property
+    def _limit_s(self) -> float:
+        return max(SHORTEST_LIMIT_S, self.budget.left_s)
+
     def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:
         return Diagnosis(hardware=prepared.hardware, subject=prepared.subject, seconds=self.budget.spent_s, **found)
 
@@ -114,7 +116,7 @@ class _Examination:
         """Returns where the numbers of stock PyTorch break. Raises what else keeps it from running."""
         if failure.kind != "nonfinite":
             raise error_of_baseline(STOCK, failure)
-        traces = self.evaluator.trace(STOCK, STOCK, max(SHORTEST_LOOK_S, self.budget.left_s))
+        traces = self.evaluator.trace(STOCK, STOCK, self._limit_s)
         module, where = (None, "") if isinstance(traces, Failure) else where_fp32_breaks(traces)
         message = f"training breaks in FP32 already: {failure.message}{where and f'; {where}'}"
         return Finding(code="fp32-breaks", module=module, message=message)
@@ -134,19 +136,20 @@ class _Examination:
         profiles: list[tuple[Policy, StepProfile]] = []
         findings: list[Finding] = []
         for policy in (*_recipes(prepared.hardware)[:1], STOCK):
-            if self.budget.left_s <= 0:
-                message = f"there was no time to profile the step under {policy}; give more with --budget"
-                findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
-                continue
-            profile = self.evaluator.profile(policy, max(SHORTEST_LOOK_S, self.budget.left_s))
-            if isinstance(profile, Failure):
-                message = f"the step could not be profiled: {profile}"
-                findings.append(Finding(code="not-profiled", message=message, figures={"policy": str(policy)}))
-                continue
-            profiles.append((policy, profile))
-            found = speed_findings(profile, prepared.hardware, policy)
-            findings += [_under(policy, finding) for finding in found]
+            profile = self._profile(policy)
+            if isinstance(profile, str):
+                findings.append(Finding(code="not-profiled", message=profile, figures={"policy": str(policy)}))
+            else:
+                profiles.append((policy, profile))
+                findings += [_under(policy, one) for one in speed_findings(profile, prepared.hardware, policy)]
         return tuple(profiles), tuple(findings)
+
+    def _profile(self, policy: Policy) -> StepProfile | str:
+        """Returns the profile of a step, or in words why there is none."""
+        if self.budget.left_s <= 0:
+            return f"there was no time to profile the step under {policy}; give more with --budget"
+        profile = self.evaluator.profile(policy, self._limit_s)
+        return f"the step could not be profiled: {profile}" if isinstance(profile, Failure) else profile
 
     def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
         """Yields what limits a training loop besides its step, if there is time to look."""
@@ -154,7 +157,7 @@ class _Examination:
             return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
         policy = sound[0] if sound else STOCK
-        timing = self.evaluator.train(policy, LOOP_S, max(SHORTEST_LOOK_S, self.budget.left_s))
+        timing = self.evaluator.train(policy, LOOP_S, self._limit_s)
         if isinstance(timing, Failure):
             yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
             return

@@ -52,7 +52,7 @@ class TuningRequest:
     seed: int = 0
     sampler: Sampler | None = None
     objective: Objective = THROUGHPUT
-    run: str = field(default_factory=lambda: uuid4().hex[:12])
+    run: str = field(default_factory=lambda: uuid4().hex)
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
 
     def __post_init__(self) -> None:

@@ -25,15 +25,13 @@ from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.request import ranks_of, source_of
 from amptune.search.table.contenders import Contender
-from amptune.search.table.gains import use_of
+from amptune.search.table.gains import counted, use_of
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, waits_for_data
 from amptune.workload.workload import Workload
 
 __all__ = ["Verification", "verify", "verify_with"]
 
-# If a claim fails, the policy's or the baseline's step time is named if it moved by more than this share.
-MOVED = 0.03
 # Findings about what disturbed the measurements.
 DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling", "allocator-thrashing")
 
@@ -176,7 +174,7 @@ def _other_devices(policy_file: PolicyFile, prepared: Prepared) -> Iterator[Find
     if claimed != here:
         yield Finding(
             code="drift",
-            message=f"the claim is of steps on {claimed} device{'s' * (claimed > 1)} at once, and these ran on {here}",
+            message=f"the claim is of steps on {counted(claimed, 'device')} at once, and these ran on {here}",
             figures={"label": "devices", "tuned": claimed, "here": here},
         )
 
@@ -242,13 +240,9 @@ def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
         why = f"this is below {needed}, but the last round by itself is not"
     else:
         why = f"this is below {needed}, and a second round has to be too"
-    rows, launches = _counted(found.policy.rows, "measurement"), _counted(max(1, here.launches), "process", "es")
+    rows, launches = counted(found.policy.rows, "measurement"), counted(max(1, here.launches), "process")
     after = f"{rows} in {launches} of each{_beside(disturbed)}"
     return f"{figure.name}: {why}, after {after}; give more with --budget, or a quieter machine"
-
-
-def _counted(count: int, what: str, plural: str = "s") -> str:
-    return f"{count} {what}{plural if count != 1 else ''}"
 
 
 def _beside(disturbed: Sequence[Finding]) -> str:
@@ -270,13 +264,13 @@ def _gain_in_words(found: Verification) -> str:
 
 
 def _moved(found: Verification) -> Iterator[Finding]:
-    """Yields a finding for each of the two whose step time has changed, to tell which one to look at."""
+    """Yields a finding for each of the two whose step time moved by more than `MARGIN`, to tell which to look at."""
     before_and_now = (
         ("policy", found.claim.step_ms, found.policy.step_ms),
         ("baseline", found.claim.baseline_ms, found.baseline.step_ms),
     )
     for who, before_ms, now_ms in before_and_now:
-        if before_ms and now_ms and abs(now_ms / before_ms - 1) > MOVED:
+        if before_ms and now_ms and abs(now_ms / before_ms - 1) > MARGIN:
             longer = now_ms / before_ms
             change = f"{longer:.3g} times as long" if longer > 1 else f"{1 / longer:.3g} times as fast"
             yield Finding(

@@ -428,7 +428,7 @@ def test_of_allowed_sizes_the_largest_that_fits_is_found() -> None:
         device = linear(rng)
         samples = device.own * rng.choice([24, 60, 210, 256])
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-        found = find_largest(device, device.own, LIMIT_MIB, allowed=lambda n, all_of=samples: all_of % n == 0)
+        found = find_largest(device, device.own, LIMIT_MIB, allowed=divisors)
         assert found.batch_size == max(n for n in divisors if device.fits(n))
         assert found.ooms <= 1
         assert {probe.batch_size for probe in found.probes} <= set(divisors)

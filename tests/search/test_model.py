@@ -291,14 +291,14 @@ def test_what_former_runs_showed_stays_known_however_many_rows_follow(machine: M
         rows += in_turn({STOCK: [10.0] * 6, **{policy: [12.0] * 6 for policy in equals(4)[1:]}}, run=f"{number}")
     assert len(rows) >= 300
     assert measured(rows, machine).value == pytest.approx(10 / 7, rel=0.05)
-    assert measured(rows, machine).shows_a_difference
+    assert measured(rows, machine).low > 1
 
 
 @BOTH
 def test_one_block_among_few_that_is_far_off_does_not_hide_what_the_others_show(machine: Machine) -> None:
     for odd in (1.0, 5.0, 40.0):
         rows = in_turn({STOCK: [10.0, 10.01, 9.99, 10.0], BF16: [5.0, 5.01, odd, 5.0]})
-        assert measured(rows, machine).shows_a_difference
+        assert measured(rows, machine).low > 1
         assert measured(rows, machine).value == pytest.approx(2.0, rel=0.1)
 
 

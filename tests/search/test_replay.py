@@ -82,7 +82,7 @@ def test_of_a_few_tunings_where_nothing_is_faster_hardly_one_claims_anything() -
 @pytest.mark.slow
 def test_a_policy_is_about_as_fast_as_itself() -> None:
     ratios = [compared_with_itself(Job(seed)) for seed in range(20)]
-    assert sum(not ratio.shows_a_difference for ratio in ratios) >= 0.8 * len(ratios)
+    assert sum(ratio.low <= 1 <= ratio.high for ratio in ratios) >= 0.8 * len(ratios)
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_where_nothing_is_faster_next_to_nothing_is_claimed() -> None:
 @pytest.mark.slow
 def test_a_policy_is_as_fast_as_itself_though_processes_and_sittings_differ() -> None:
     ratios = all_of(compared_with_itself, [Job(seed, DIFFERING) for seed in range(300)])
-    assert sum(not ratio.shows_a_difference for ratio in ratios) / 300 >= 0.95
+    assert sum(ratio.low <= 1 <= ratio.high for ratio in ratios) / 300 >= 0.95
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import Dimension, Point, Space
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -130,9 +131,8 @@ def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said
         failed = handle.params["autocast"] == "bf16"
         outcome = Failure(kind="oom", message="") if failed else took(10.0)
         score = 9.0 if failed else 1.0
-        told = SimpleNamespace(
-            policy=STOCK, outcome=outcome, seconds=1.0, samples_per_s=score, run="", moment_s=float(number)
-        )
+        row = Row(policy=STOCK, outcome=outcome, run="", launch="", moment_s=float(number))
+        told = SimpleNamespace(outcome=outcome, seconds=1.0, samples_per_s=score, row=row)
         store.tell(handle, told)  # type: ignore[arg-type]
         asked += [] if known else [handle.params["autocast"]]
     assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more

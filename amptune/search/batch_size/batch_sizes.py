@@ -16,12 +16,10 @@ from amptune.search.batch_size.largest import LargestBatch, Sizer
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
-from amptune.search.space.global_batch import GlobalBatch
+from amptune.search.space.global_batch import GlobalBatch, accumulated
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
 
-# The time limit of a run that looks for the largest batch.
-PROBE_LIMIT_S = 60.0
 # A few steps are enough: the optimizer's state exists from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
 # Besides the largest sizes, at most about this many are searched, evenly spread.
@@ -98,8 +96,8 @@ def sizer_for(
 
     def run(policy: Policy) -> Outcome:
         # Accumulated gradients take memory too, from the second batch on.
-        together = 1 if whole is None or policy.batch_size is None else min(2, whole.per_device // policy.batch_size)
-        limit_s = min(PROBE_LIMIT_S, max(1.0, left_s()))
+        together = min(2, accumulated(policy.batch_size, whole))
+        limit_s = min(PROBE.time_limit_s, max(1.0, left_s()))
         return runner.measure_alone(replace(policy, accumulate=together), replace(PROBE, time_limit_s=limit_s))
 
     return Sizer(

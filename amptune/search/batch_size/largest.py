@@ -11,8 +11,9 @@ from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.memory_model import MemoryModel
-from amptune.search.batch_size.next_size import MOST_PROBES, Allowed, Outlook, Sizes
+from amptune.search.batch_size.next_size import MOST_PROBES, Outlook, Sizes
 from amptune.search.plan.budget import Clock
+from amptune.search.table.gains import counted
 from amptune.search.table.trial import Trial
 
 __all__ = ["LargestBatch", "Probe", "Sizer"]
@@ -35,21 +36,27 @@ class Probe:
         """True if it failed for another reason than memory."""
         return isinstance(self.outcome, Failure) and not self.is_oom
 
+    def seconds_for(self, batch_size: int) -> float:
+        """Returns the seconds of a probe of another size: its steps take longer in proportion, the rest does not."""
+        if not isinstance(self.outcome, Measurement):
+            return 0.0
+        steps = self.outcome.warmup_steps + len(self.outcome.step_ms)
+        steps_s = min(self.seconds, steps * self.outcome.mean_ms / 1000)
+        return self.seconds - steps_s + steps_s * batch_size / self.batch_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
     """The largest batch that ran within the limit, None if none did, and why no larger one was tried.
 
     It ran under the policy or another one of its arm, which needs about as much memory. `peak_mib` is what the
-    allocator reserved in that run; `alloc_retries` above 0 means that it had to flush its cache to find room, which
-    slows training down. `probes` are the runs of this search in order; earlier knowledge is not among them.
+    allocator reserved in that run. `probes` are the runs of this search in order; earlier knowledge is not among them.
     """
 
     batch_size: int | None
     limit_mib: float
     because: str
     peak_mib: float = 0.0
-    alloc_retries: int = 0
     probes: tuple[Probe, ...] = ()
 
     @property
@@ -62,33 +69,13 @@ class LargestBatch:
         return sum(probe.is_oom for probe in self.probes)
 
     def __str__(self) -> str:
-        runs = f"{len(self.probes)} run{'' if len(self.probes) == 1 else 's'}, {self.ooms} out of memory"
+        runs = f"{counted(len(self.probes), 'run')}, {self.ooms} out of memory"
         if self.batch_size is None:
             return f"no batch size is known to fit into {self.limit_mib:.0f} MiB: {self.because} ({runs})"
         return (
             f"largest batch {self.batch_size}: {self.peak_mib:.0f} of {self.limit_mib:.0f} MiB, {self.margin:.1%} "
             f"left free; {self.because} ({runs})"
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """The seconds of a probe of `batch_size`: its steps, which take longer for a larger batch, and the rest."""
-
-    batch_size: int
-    steps_s: float
-    rest_s: float
-
-    @staticmethod
-    def of(probe: Probe) -> Pace | None:
-        if not isinstance(probe.outcome, Measurement):
-            return None
-        steps = probe.outcome.warmup_steps + len(probe.outcome.step_ms)
-        steps_s = min(probe.seconds, steps * probe.outcome.mean_ms / 1000)
-        return Pace(batch_size=probe.batch_size, steps_s=steps_s, rest_s=probe.seconds - steps_s)
-
-    def seconds_for(self, batch_size: int) -> float:
-        return self.rest_s + self.steps_s * batch_size / self.batch_size
 
 
 @dataclass
@@ -102,11 +89,11 @@ class Sizer:
     run: Callable[[Policy], Outcome]
     model: MemoryModel
     own_batch_size: int
-    allowed: Allowed | None = None
+    allowed: Sequence[int] | None = None
     left_s: Callable[[], float] = lambda: math.inf
     clock: Clock = time.monotonic
     most_probes: int = MOST_PROBES
-    _pace: Pace | None = None
+    _last: Probe | None = None  # of those that ran
     _sizes: Sizes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,7 +131,7 @@ class Sizer:
             return size
         if len(probes) >= self.most_probes:
             return f"{len(probes)} runs are enough"
-        if self.left_s() < (self._pace.seconds_for(size) if self._pace else 0.0):
+        if self.left_s() < (self._last.seconds_for(size) if self._last else 0.0):
             return f"there is no time to try {size}"
         return size
 
@@ -175,13 +162,10 @@ class Sizer:
         outcome = self.run(replace(policy, batch_size=size))
         probe = Probe(batch_size=size, outcome=outcome, seconds=self.clock() - before_s)
         self.model = self.model.with_outcome(policy, size, outcome)
-        self._pace = Pace.of(probe) or self._pace
+        self._last = probe if isinstance(outcome, Measurement) else self._last
         return probe
 
     def _answer(self, policy: Policy, probes: tuple[Probe, ...], because: str) -> LargestBatch:
         best = self._outlook(policy, probes).best
         answer = LargestBatch(batch_size=None, limit_mib=self.model.limit_mib, because=because, probes=probes)
-        if best is None:
-            return answer
-        retries = best.alloc_retries
-        return replace(answer, batch_size=best.batch_size, peak_mib=best.reserved_mib, alloc_retries=retries)
+        return answer if best is None else replace(answer, batch_size=best.batch_size, peak_mib=best.reserved_mib)

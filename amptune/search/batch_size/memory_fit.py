@@ -68,22 +68,16 @@ class Fit:
         """The largest batch that should run even in the worst case, within the reach of predictions."""
         in_proportion = self.anchor.batch_size * self.limit_mib / max(1.0, self.anchor.reserved_mib)
         highest = max(REACH * self.anchor.batch_size, int(in_proportion / 2))
-        if self.smallest_failed is not None:
-            highest = min(highest, self.smallest_failed - 1)
         return max(self.largest_run, self._largest(self.most_mib, highest))
 
     def at_most(self, cap: int) -> int:
         """Returns the largest batch up to `cap` that could run in the best case."""
-        highest = cap if self.smallest_failed is None else min(cap, self.smallest_failed - 1)
-        return max(self.largest_run, self._largest(self.least_mib, highest))
+        return max(self.largest_run, self._largest(self.least_mib, cap))
 
     @property
     def likely(self) -> int:
         """The largest batch that should run if workspaces are released."""
-        highest = REACH * self.anchor.batch_size
-        if self.smallest_failed is not None:
-            highest = min(highest, self.smallest_failed - 1)
-        return self._largest(self._likely_mib, highest)
+        return self._largest(self._likely_mib, REACH * self.anchor.batch_size)
 
     @property
     def has_workspaces(self) -> bool:
@@ -117,7 +111,8 @@ class Fit:
         return ROUNDING_SHARE + FAR_AWAY * (1 - near / far)
 
     def _largest(self, needs_mib: Callable[[int], float], highest: int) -> int:
-        """Returns the largest batch up to `highest` that needs no more than the limit; 0 if none does."""
+        """Returns the largest batch up to `highest`, and below what failed, that fits the limit; 0 if none does."""
+        highest = highest if self.smallest_failed is None else min(highest, self.smallest_failed - 1)
         low, high = 0, highest
         if self.anchor.fits(self.limit_mib):
             low, high = self.anchor.batch_size, max(highest, self.anchor.batch_size)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from amptune.search.batch_size.memory_fit import CLEARLY, REACH, Fit
 from amptune.search.batch_size.memory_runs import Observation
 
-__all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "MOST_TIMES_OWN_ON_CPU", "Allowed", "Outlook", "Sizes"]
+__all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "MOST_TIMES_OWN_ON_CPU", "Outlook", "Sizes"]
 
 MOST_PROBES = 6
 MOST_OOMS = 2
@@ -24,8 +24,6 @@ GOOD = 0.97
 # Matrix units are fastest on multiples of this (NVIDIA, "Tensor Core requirements").
 GRAIN = 8
 
-Allowed = Sequence[int] | Callable[[int], bool]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -35,11 +33,9 @@ class Sizes:
     allowed: tuple[int, ...] | None = None
 
     @staticmethod
-    def around(own_batch_size: int, allowed: Allowed | None = None) -> Sizes:
-        """Returns the sizes up to 4096 times the own one; with `allowed` (sizes, or a test of one), only those."""
+    def around(own_batch_size: int, allowed: Sequence[int] | None = None) -> Sizes:
+        """Returns the sizes up to 4096 times the own one; with `allowed` sizes, only those."""
         cap = MOST_TIMES_OWN * own_batch_size
-        if callable(allowed):
-            allowed = list(filter(allowed, range(1, cap + 1)))
         if allowed is None:
             return Sizes(cap=cap)
         return Sizes(cap=cap, allowed=tuple(sorted({size for size in allowed if 1 <= size <= cap})))

@@ -21,6 +21,7 @@ from amptune.search.gate.judgement import Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import Objective
+from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
 
 __all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
@@ -82,8 +83,8 @@ def _of_objective(decision: Decision) -> Evidence:
     if objective.name == "throughput":
         return Evidence()
     found = Evidence(objective=objective.name, gain=_digits(gain.value))
-    if not math.isinf(gain.high):
-        found["gain_ci95"] = [_digits(gain.low), _digits(gain.high)]
+    if (interval := _interval(gain)) is not None:
+        found["gain_ci95"] = interval
     if objective.needs_speed:
         found["least_speed"] = objective.least_speed
     return found
@@ -164,10 +165,7 @@ def _own_figures(contender: Contender) -> dict[str, Any]:
     }
     ratio = contender.vs_baseline
     if ratio is not None:
-        figures["speedup"] = _rounded(ratio.value)
-        if not math.isinf(ratio.high):
-            figures["speedup_ci95"] = [_rounded(ratio.low), _rounded(ratio.high)]
-        figures["launches"] = ratio.launches
+        figures |= {"speedup": _digits(ratio.value), "speedup_ci95": _interval(ratio), "launches": ratio.launches}
     if contender.too_slow:
         figures["too_slow"] = True
     if contender.lost:
@@ -179,10 +177,15 @@ def _bought(one: Ablated, objective: Objective) -> dict[str, Any]:
     figures = {
         "value": one.variant.value,
         "reverted_to": one.variant.reverted_to,
-        "buys": _rounded(one.buys.value),
-        "buys_ci95": None if math.isinf(one.buys.high) else [_rounded(one.buys.low), _rounded(one.buys.high)],
+        "buys": _digits(one.buys.value),
+        "buys_ci95": _interval(one.buys),
     }
-    return figures if objective.name == "throughput" else {**figures, "speed": _rounded(one.speed.value)}
+    return figures if objective.name == "throughput" else {**figures, "speed": _digits(one.speed.value)}
+
+
+def _interval(ratio: Ratio) -> list[float] | None:
+    """Returns a ratio's interval; None if it has no end."""
+    return None if math.isinf(ratio.high) else [_digits(ratio.low), _digits(ratio.high)]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -15,7 +15,7 @@ from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["MOST_POINTS", "ParetoPoint", "best_point", "front_of", "points_of", "score_of", "spread_along"]
+__all__ = ["MOST_POINTS", "ParetoPoint", "best_point", "front_of", "points_of", "spread_along"]
 
 # Keeps a policy file short.
 MOST_POINTS = 12
@@ -116,17 +116,13 @@ def spread_along(front: Sequence[ParetoPoint], most: int = MOST_POINTS) -> tuple
     return tuple(front[i] for i in sorted(chosen))
 
 
-def score_of(point: ParetoPoint, objective: Objective) -> float | None:
-    """Returns the objective's score of a point."""
-    return objective.score_of(point.samples_per_s, point.peak_memory_mib, point.energy_j_per_sample)
-
-
 def best_point(
     points: Iterable[ParetoPoint], objective: Objective, baseline_samples_per_s: float
 ) -> ParetoPoint | None:
     """Returns the objective's best point of those fast enough; None if no point has the figure or the speed."""
     fast = (point for point in points if objective.allows_speed(point.samples_per_s / baseline_samples_per_s))
-    scores = {point: score for point in fast if (score := score_of(point, objective)) is not None}
+    figures = ((one, (one.samples_per_s, one.peak_memory_mib, one.energy_j_per_sample)) for one in fast)
+    scores = {point: score for point, of in figures if (score := objective.score_of(*of)) is not None}
     return max(scores, key=scores.__getitem__, default=None)
 
 

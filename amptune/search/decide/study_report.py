@@ -14,7 +14,7 @@ from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.ablation import Ablated, ablated
 from amptune.search.table.contenders import Contender
-from amptune.search.table.gains import gain_in_words, goal_of
+from amptune.search.table.gains import counted, gain_in_words, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import chance_in_words
 from amptune.search.table.starting import late_starts
@@ -114,11 +114,8 @@ class StudyReport:
         if self.keeps_the_baseline:
             return f"{self.verdict.confidence}, by {len(self.record.trials)} trials"
         winner = self.verdict.winner
-        launches = self.verdict.gain.launches
-        measured = "1 measurement" if winner.rows == 1 else f"{winner.rows} measurements"
-        processes = "1 process" if launches == 1 else f"{launches} processes"
-        sure = f"{self.verdict.confidence}, {chance_in_words(winner.chance)} sure"
-        return f"{sure}, by {measured} in {processes}"
+        by = f"{counted(winner.rows, 'measurement')} in {counted(self.verdict.gain.launches, 'process')}"
+        return f"{self.verdict.confidence}, {chance_in_words(winner.chance)} sure, by {by}"
 
 
 def findings_of(study_report: StudyReport) -> tuple[Finding, ...]:

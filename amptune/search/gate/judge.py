@@ -18,7 +18,7 @@ from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements, fp32_of, without_graph
 from amptune.search.plan.budget import Budget
 
-__all__ = ["Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]
+__all__ = ["SHORTEST_LIMIT_S", "Judge", "OutOfTimeError", "PolicyJudged", "raised_by"]
 
 # The share of the time left that the reference may take: the more time, the more steps it compares.
 REFERENCE_SHARE = 0.08
@@ -26,8 +26,8 @@ REFERENCE_SHARE = 0.08
 JUDGING_SHARE = 0.15
 # The least time for the reference, even if the budget is short: one made in less time says too little.
 SHORTEST_REFERENCE_S = 2.0
-# The least time limit of a judgement, however little time is left: the judgement may be about the winner.
-SHORTEST_JUDGEMENT_S = 15.0
+# The least time limit of what is asked of a worker, however little time is left: it may be about the winner.
+SHORTEST_LIMIT_S = 15.0
 
 
 class OutOfTimeError(Exception):
@@ -97,7 +97,7 @@ class Judge:
 
     @property
     def _limit_s(self) -> float:
-        return max(SHORTEST_JUDGEMENT_S, self.budget.left_s)
+        return max(SHORTEST_LIMIT_S, self.budget.left_s)
 
     def _judge(self, policy: Policy, limit_s: float) -> None:
         if self.judgements.is_open_as_it_is(policy):

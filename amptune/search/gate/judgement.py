@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from amptune.measure.numerics.limits import JudgedFigure, figures_of
@@ -33,11 +34,8 @@ class Judgement:
     @property
     def worst(self) -> tuple[Finding, ...]:
         """The figures nearest to their limits or beyond, the worst first, one a module."""
-        ranked = sorted(figures_of(self.parity, self.tolerance), key=lambda figure: -figure.times_allowed)
-        first: dict[str, JudgedFigure] = {}
-        for figure in ranked:
-            first.setdefault(figure.module or figure.code, figure)
-        return tuple(figure.as_finding() for figure in first.values())
+        figures = figures_of(self.parity, self.tolerance)
+        return _one_a_module(sorted(figures, key=lambda figure: -figure.times_allowed))
 
     def __str__(self) -> str:
         if self.passes:
@@ -57,8 +55,12 @@ def _shortcomings(parity: Parity, tolerance: float | None) -> tuple[Finding, ...
         raised = "" if parity.failure.kind == "nonfinite" else "it raises what FP32 does not: "
         return (Finding(code="breaks", message=f"{raised}{parity.failure}", module=module),)
     exceeded = [figure for figure in figures_of(parity, tolerance) if not figure.times_allowed <= 1]  # NaN exceeds too
-    exceeded.sort(key=lambda figure: (figure.module is not None, -figure.times_allowed))
+    return _one_a_module(sorted(exceeded, key=lambda figure: (figure.module is not None, -figure.times_allowed)))
+
+
+def _one_a_module(ranked: Iterable[JudgedFigure]) -> tuple[Finding, ...]:
+    """Returns the first figure of each module, and of each kind of figure that is of no module."""
     first: dict[str, JudgedFigure] = {}
-    for figure in exceeded:
+    for figure in ranked:
         first.setdefault(figure.code if figure.module is None else figure.module, figure)
     return tuple(figure.as_finding() for figure in first.values())

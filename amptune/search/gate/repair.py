@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from amptune.measure.results.half_effects import ModuleTrace, suspects
 from amptune.measure.results.subject import Subject
 from amptune.policy.settings import Fp32Rule, Policy, Reason
 from amptune.search.gate.judge import Judge, OutOfTimeError
-from amptune.search.space.module_rules import general_rules
+from amptune.search.space.module_rules import general_rules, upward
 
 __all__ = ["Cure", "cure_of", "smallest_cure"]
 
@@ -104,12 +106,7 @@ def _units(subject: Subject, traces: Sequence[ModuleTrace]) -> list[str]:
     """Returns the modules that FP32 can be tried on: those without children, most suspicious first; then parents."""
     ranked = [path for path in suspects(traces) if path]
     place = {path: i for i, path in enumerate(ranked)}
-    holds = {module.path: 0 for module in subject.modules}
-    for module in subject.modules:
-        parent = module.path.rpartition(".")[0]
-        while parent:
-            holds[parent] += 1
-            parent = parent.rpartition(".")[0]
+    holds = Counter(above for module in subject.modules for above in upward(module.path))
     running = [module.path for module in subject.modules if module.runs and (not ranked or module.path in place)]
     return sorted(running, key=lambda path: (holds[path], place.get(path, math.inf)))
 
@@ -120,8 +117,6 @@ def _with_reason(rule: Fp32Rule, found: Sequence[str], traces: Sequence[ModuleTr
     risk = max((trace.adds for trace in traces if trace.path in named), default=0.0)
     return replace(rule, reason=Reason(risk=float(f"{risk:.3g}")))
 
-
-Ask = Callable[[Collection[str]], bool]
 
 # The probability of one more culprit, whatever was found so far: the number of culprits is taken to be geometric.
 # 0.6 is the value at which the bound of tests/search/test_group_testing.py holds wherever the culprits stand; a larger
@@ -148,7 +143,14 @@ def smallest_cure(
     (Junker, AAAI 2004), which divide sets instead.
     """
     units = tuple(dict.fromkeys(units))
-    ask = _asking_once(units, cures)
+
+    @cache
+    def cured_by(chosen: frozenset[str]) -> bool:
+        return cures(tuple(unit for unit in units if unit in chosen))
+
+    def ask(chosen: Collection[str]) -> bool:
+        return cured_by(frozenset(chosen))
+
     guess = [unit for unit in units if unit in suspects]
     everything = [*guess, *(unit for unit in units if unit not in suspects)]
     for order, rejected in ((guess, 0), (everything, len(guess))):
@@ -158,19 +160,7 @@ def smallest_cure(
     return None
 
 
-def _asking_once(units: Sequence[str], cures: Callable[[Sequence[str]], bool]) -> Ask:
-    answers: dict[frozenset[str], bool] = {}
-
-    def ask(chosen: Collection[str]) -> bool:
-        members = frozenset(chosen)
-        if members not in answers:
-            answers[members] = cures(tuple(unit for unit in units if unit in members))
-        return answers[members]
-
-    return ask
-
-
-def _culprits(order: Sequence[str], ask: Ask, rejected: int) -> list[str]:
+def _culprits(order: Sequence[str], ask: Callable[[Collection[str]], bool], rejected: int) -> list[str]:
     """Returns the culprits in `order`; `order` is known to cure, its first `rejected` units are known not to."""
     found: list[str] = []
     length = _shortest_prefix(len(order), rejected, lambda n: ask(order[:n]))

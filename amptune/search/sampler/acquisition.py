@@ -19,7 +19,7 @@ from amptune.search.plan.compile_costs import AUTOTUNE_S, COMPILE_S
 from amptune.search.sampler.surrogate import NOISE, Belief, Floats, Surrogate
 from amptune.search.space.knobs import Dimension, Point, Value
 
-__all__ = ["AUTOTUNED", "CUDA_GRAPHS", "Proposal", "Proposer", "Seen", "features_of", "with_features"]
+__all__ = ["Proposal", "Proposer", "Seen", "features_of", "with_features"]
 
 Strings = NDArray[np.str_]
 Codes = NDArray[np.int64]

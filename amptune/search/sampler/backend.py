@@ -59,6 +59,7 @@ class Journal(JournalFileBackend):
 
 def opened(where: Path | str) -> BaseStorage:
     """Opens the journal in a folder, which is made if it is missing, or a database."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(where, Path):
         where.mkdir(parents=True, exist_ok=True)
         return JournalStorage(Journal(where))
@@ -111,16 +112,15 @@ class TrialGivenUpError(StudyError):
     """Others have ended a trial of this worker: they thought that it was gone."""
 
 
-class storage_errors:  # noqa: N801  # reads as a function at its uses
+@contextmanager
+def storage_errors() -> Iterator[None]:
     """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            return
+    try:
+        yield
+    except Exception as error:
         if isinstance(error, RuntimeError) and "has already finished" in str(error):  # Optuna's, of a trial
             raise TrialGivenUpError(f"the trial has been given up: {_reason(error)}") from error
         is_of_storage = type(error).__module__.startswith(("sqlalchemy", "optuna.exc"))
         if is_of_storage or isinstance(error, OSError | json.JSONDecodeError | ImportError):
             raise StudyError(f"the study cannot be read or written: {_reason(error)}") from error
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,9 +35,6 @@ class Catalog:
                 self.points.setdefault(policy, point)  # deeper points of a short ladder give the same policy
         self.policies = list(self.points)
         self.index = {policy: index for index, policy in enumerate(self.policies)}
-        self._of_mode: dict[CompileMode, list[int]] = defaultdict(list)
-        for policy, index in self.index.items():
-            self._of_mode[policy.compile].append(index)
         self._knobs = _with_unused(space.knobs)
         self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._traits = {policy: _traits(policy, point) for policy, point in self.points.items()}
@@ -57,12 +53,12 @@ class Catalog:
 
     def not_in(self, modes: Collection[CompileMode]) -> set[int]:
         """Returns the policies, by index, that have none of these modes of torch.compile."""
-        return {index for mode, indices in self._of_mode.items() if mode not in modes for index in indices}
+        return {index for policy, index in self.index.items() if policy.compile not in modes}
 
     @property
     def has_modes(self) -> bool:
         """True if there is a choice of modes of torch.compile."""
-        return len(self._of_mode) > 1
+        return len({policy.compile for policy in self.policies}) > 1
 
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size, if there is one."""

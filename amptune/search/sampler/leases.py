@@ -19,12 +19,9 @@ from pathlib import Path
 
 import optuna
 import psutil
-from optuna.trial import FrozenTrial, TrialState
+from optuna.trial import TrialState
 
-from amptune.policy.serialization import policy_from_dict
-from amptune.policy.settings import Policy
-
-__all__ = ["Leases", "running_in"]
+__all__ = ["Leases"]
 
 # The attribute of a trial that names its worker, and the prefix of a worker's counter among the study's attributes.
 WORKER, COUNTER = "worker", "alive"
@@ -110,14 +107,3 @@ def _has_ended_here(owner: str) -> bool:
             return not psutil.pid_exists(int(pid))
         case _:
             return False
-
-
-def running_in(study: optuna.Study) -> dict[int, Policy | None]:
-    """Returns the policies of the trials that run now, by the trial's number; None for one that is being chosen."""
-    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-    return {one.number: _policy_of(one) for one in running}
-
-
-def _policy_of(trial: FrozenTrial) -> Policy | None:
-    named = trial.user_attrs.get("policy")
-    return None if named is None else policy_from_dict(named)

@@ -7,22 +7,20 @@ import math
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.settings import Policy
 from amptune.search.sampler.catalog import History
-from amptune.search.sampler.surrogate import Belief
+from amptune.search.sampler.surrogate import OUTLIER, Belief
 from amptune.search.table.ablation import variants_of
 
 __all__ = ["neighbours_of"]
 
 # A single measurement may show only this share of a policy's speed, if another program used the machine meanwhile.
 OUTLIER_SHARE = 0.6
-# A policy may reach this many standard deviations above its expected score.
-REACH_DEVIATIONS = 3.0
 
 
 def neighbours_of(policy: Policy, history: History, belief: Belief | None) -> list[Policy]:
     """Returns the policies one step from a policy that may be better: one setting less, or one knob changed.
 
-    They are ordered by what they may reach, those outside the space first. Neither a low expectation nor a
-    measurement that may be an outlier excludes a policy.
+    They are ordered by what they may reach, the highest score that would be no outlier, those outside the space first.
+    Neither a low expectation nor a measurement that may be an outlier excludes a policy.
     """
     catalog = history.catalog
     simpler = [variant.policy for variant in variants_of(policy)]
@@ -33,7 +31,7 @@ def neighbours_of(policy: Policy, history: History, belief: Belief | None) -> li
         index = catalog.index.get(other)
         if belief is None or index is None:
             return math.inf
-        return float(belief.mean[index] + REACH_DEVIATIONS * belief.deviation[index])
+        return float(belief.mean[index] + OUTLIER * belief.deviation[index])
 
     return sorted(near, key=reach, reverse=True)
 

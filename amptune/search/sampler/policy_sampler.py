@@ -13,8 +13,7 @@ from optuna.trial import FrozenTrial
 from amptune.search.sampler.acquisition import Proposal
 from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import Catalog, History
-from amptune.search.sampler.leases import running_in
-from amptune.search.sampler.stored_trials import trials_in
+from amptune.search.sampler.stored_trials import running_in, trials_in
 from amptune.search.sampler.surrogate import Belief
 from amptune.search.space.knobs import Value
 from amptune.search.table.trial import Trial
@@ -27,15 +26,9 @@ Sampler = BaseSampler
 
 def sampler_named(name: str, seed: int) -> BaseSampler | None:
     """Returns one of Optuna's samplers by its name; None for "amptune", which needs the study's space."""
+    makers: Mapping[str, Callable[..., BaseSampler]] = {"tpe": TPESampler, "gp": GPSampler, "random": RandomSampler}
     with experimental():
-        match name:
-            case "tpe":
-                return TPESampler(seed=seed)
-            case "gp":
-                return GPSampler(seed=seed)
-            case "random":
-                return RandomSampler(seed=seed)
-    return None
+        return makers[name](seed=seed) if name in makers else None
 
 
 def with_fixed(sampler: BaseSampler, fixed: Mapping[str, Value]) -> BaseSampler:

@@ -19,6 +19,8 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["GateRecord", "StudyRecord", "TuningRecord", "without_password"]
 
+# What a study keeps of a tuning run as it is.
+_AS_THEY_ARE = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
 # Figures of a judgement that a study keeps.
 MOST_WORST = 30
 
@@ -27,11 +29,10 @@ MOST_WORST = 30
 class TuningRecord:
     """One tuning run: what was tuned, where, and against which baseline. `began` is UTC, ISO 8601.
 
-    `target` is the workload's name on the command line, None if it came from Python. `folder` has the raw samples of
-    comparisons that an earlier amptune made. `options` are those of `amptune tune` that select the same study,
-    `arguments` those of the target's script. `software` are the versions of what ran, by name, amptune's among them,
-    `memory_mib` the memory that the device had available, `valid_for` the labels of the machines that the answer holds
-    for; a study of an earlier amptune has none of these.
+    `target` is the workload's name on the command line, None if it came from Python. `folder` has the files of a study
+    beside its trials. `options` are those of `amptune tune` that select the same study, `arguments` those of the
+    target's script. `software` are the versions of what ran, by name, amptune's among them, `memory_mib` the memory
+    that the device had available, `valid_for` the labels of the machines that the answer holds for.
     """
 
     run: str
@@ -53,39 +54,27 @@ class TuningRecord:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data for the study; `from_dict` is the inverse."""
         return {
-            "run": self.run,
-            "began": self.began,
-            "workload": self.workload,
-            "target": self.target,
-            "folder": self.folder,
-            "hardware": self.hardware,
-            "batch_size": self.batch_size,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "baseline": policy_to_dict(self.baseline),
             "objective": self.objective.name,
             "least_speed": self.objective.least_speed,
             "steps": self.objective.steps,
             "options": list(self.options),
-            "device": self.device,
             "arguments": list(self.arguments),
             "software": dict(self.software),
-            "memory_mib": self.memory_mib,
             "valid_for": dict(self.valid_for),
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        rest = {name: data[name] for name in ("run", "began", "workload", "target", "folder", "hardware")}
         return TuningRecord(
-            **rest,
-            batch_size=int(data["batch_size"]),
+            **{name: data[name] for name in _AS_THEY_ARE},
             baseline=policy_from_dict(data["baseline"]),
             objective=Objective(data["objective"], data["least_speed"], data.get("steps")),
-            options=tuple(map(str, data.get("options", ()))),
-            arguments=tuple(map(str, data.get("arguments", ()))),
-            device=data.get("device", "cuda" if "NVIDIA" in data["hardware"] else "cpu"),
-            software=tuple((str(name), str(version)) for name, version in data.get("software", {}).items()),
-            memory_mib=data.get("memory_mib"),
-            valid_for=tuple((str(name), str(value)) for name, value in data.get("valid_for", {}).items()),
+            options=tuple(data["options"]),
+            arguments=tuple(data["arguments"]),
+            software=tuple(data["software"].items()),
+            valid_for=tuple(data["valid_for"].items()),
         )
 
 

@@ -16,15 +16,14 @@ from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
-from amptune.measure.results.outcome import Failure, outcome_to_dict
+from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import JOURNAL, SQLITE, experimental, opened, storage_errors
-from amptune.search.sampler.distributions import distributions_of, suggest
-from amptune.search.sampler.leases import Leases, running_in
+from amptune.search.sampler.leases import Leases
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
-from amptune.search.sampler.stored_trials import trials_in
+from amptune.search.sampler.stored_trials import distributions_of, running_in, suggest, trials_in
 from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
@@ -112,10 +111,9 @@ class Store:
         If others thought that this worker was gone, they have given the trial up: its outcome is left out.
         """
         with storage_errors(), suppress(RuntimeError):  # Optuna's, for a trial that has ended
-            handle.set_user_attr("outcome", outcome_to_dict(trial.outcome))
-            handle.set_user_attr("seconds", trial.seconds)
-            handle.set_user_attr("run", trial.run)
-            handle.set_user_attr("moment_s", round(trial.moment_s, 3))
+            kept = {**trial.row.as_dict(), "seconds": trial.seconds}
+            for name in ("outcome", "seconds", "run", "moment_s"):
+                handle.set_user_attr(name, kept[name])
             if self._teller is None:
                 handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
             else:
@@ -127,31 +125,30 @@ class Store:
         with storage_errors():
             self._study.tell(handle, state=TrialState.FAIL, skip_if_finished=True)
 
-    def note_tuning(self, tuning: TuningRecord) -> None:
-        """Records that a tuning run uses the study."""
-        with storage_errors():
-            self._study.set_user_attr(f"{TUNING} {tuning.run}", tuning.as_dict())
-
-    def note_row(self, row: Row) -> None:
-        """Writes a timing that is no trial."""
-        with storage_errors():
-            self._study.set_user_attr(f"{ROW} {uuid.uuid4().hex}", row.as_dict())
-
     def rows(self) -> list[Row]:
         """Returns the timings that are no trials, of all runs."""
         with storage_errors():
             return _rows_in(self._study.user_attrs)
 
+    def note_tuning(self, tuning: TuningRecord) -> None:
+        """Records that a tuning run uses the study."""
+        self._note(TUNING, tuning.run, tuning.as_dict())
+
+    def note_row(self, row: Row) -> None:
+        """Writes a timing that is no trial."""
+        self._note(ROW, uuid.uuid4().hex, row.as_dict())
+
     def note_timeline(self, run: str, timeline: Sequence[Mapping[str, Any]]) -> None:
         """Records what a tuning run did when."""
-        with storage_errors():
-            self._study.set_user_attr(f"{TIMELINE} {run}", list(timeline))
+        self._note(TIMELINE, run, list(timeline))
 
     def note_judged(self, judged: GateRecord) -> None:
         """Records the numerics gate's judgement of a policy."""
-        digest = hashlib.sha256(str(judged.policy).encode()).hexdigest()
+        self._note(JUDGED, hashlib.sha256(str(judged.policy).encode()).hexdigest(), judged.as_dict())
+
+    def _note(self, kind: str, name: str, value: Any) -> None:
         with storage_errors():
-            self._study.set_user_attr(f"{JUDGED} {digest}", judged.as_dict())
+            self._study.set_user_attr(f"{kind} {name}", value)
 
 
 def open_store(where: Path | str, name: str, space: Space) -> Store:
@@ -159,7 +156,6 @@ def open_store(where: Path | str, name: str, space: Space) -> Store:
 
     Raises `StudyError` if the storage cannot be used.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     with experimental(), storage_errors():
         study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
         return Store(study, space)
@@ -184,7 +180,6 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
 
     Raises `StudyError` if there is none, or the storage cannot be read.
     """
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(where, Path) and not (where / JOURNAL).is_file():
         raise StudyError(f"there is no study in {where}: it has no {JOURNAL}; `amptune tune --study {where}` makes one")
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():

@@ -195,7 +195,9 @@ class Study:
                 if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
                     self._catch_up_trials()  # another worker may have been faster
                     if policy not in self.history.latest:
-                        return Suggestion.of(proposal, policy, handle)
+                        if proposal is None:
+                            return Suggestion(policy, handle)
+                        return Suggestion(policy, handle, proposal.gain, proposal.least, proposal.seconds)
                 self._store.forget(handle)
                 if proposal is None and asked is None and given is None and not self._own.was_enqueued:
                     return None

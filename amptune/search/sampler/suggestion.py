@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from amptune.policy.settings import Policy
-from amptune.search.sampler.acquisition import Proposal
 from amptune.search.sampler.storage import Handle
 
 __all__ = ["UNTRIED_GAIN", "Suggestion"]
@@ -27,10 +26,3 @@ class Suggestion:
     gain: float = UNTRIED_GAIN
     least: float = 0.0
     seconds: float | None = None
-
-    @staticmethod
-    def of(proposal: Proposal | None, policy: Policy, handle: Handle) -> Suggestion:
-        """Returns the suggestion of a policy that was proposed, or asked for."""
-        if proposal is None:
-            return Suggestion(policy, handle)
-        return Suggestion(policy, handle, gain=proposal.gain, least=proposal.least, seconds=proposal.seconds)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from amptune.search.space.knobs import Dimension, Point, Value
 
-__all__ = ["Belief", "Floats", "Surrogate"]
+__all__ = ["OUTLIER", "Belief", "Floats", "Surrogate"]
 
 Floats = NDArray[np.float64]
 

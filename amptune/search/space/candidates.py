@@ -14,7 +14,7 @@ from amptune.policy.knobs.knob import TRUTH, is_in
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
 from amptune.search.space.chosen_modules import IN_WORDS
 from amptune.search.space.exclusions import Ladder, ladder_by_intensity
-from amptune.search.space.global_batch import GlobalBatch
+from amptune.search.space.global_batch import GlobalBatch, accumulated
 from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
@@ -87,7 +87,7 @@ class Candidates:
         if point.get("compile", "off") == "off":
             settings.pop(BUDGET, None)
         settings |= {name: of.get(point.get(name, "none"), ()) for name, of in self.in_words.items()}
-        settings["accumulate"] = _accumulate(settings[BATCH_SIZE], self.global_batch)
+        settings["accumulate"] = accumulated(settings[BATCH_SIZE], self.global_batch)
         half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
         policy = settled(settings)
         in_half = policy.autocast != "off"
@@ -167,7 +167,7 @@ class Candidates:
         sizes = [int(size) for size in self.space.choices(BATCH_SIZE)]
         top = [size for size in sizes if size <= max(sizes) / 2]
         dtype = self.amp_recipes[0].autocast if self.amp_recipes else "off"
-        for size in top[-1:] + top[-3:-2]:
+        for size in top[::-2][:2]:
             if self.batch_size is not None and size > self.batch_size:
                 for policy in self.known_good:
                     if policy.autocast in ("off", dtype):
@@ -219,12 +219,8 @@ def candidates_for(
 
 
 def _sized(policy: Policy, batch_size: int | None, whole: GlobalBatch | None) -> Policy:
-    accumulate = policy.accumulate if whole is None else _accumulate(batch_size, whole)
+    accumulate = policy.accumulate if whole is None else accumulated(batch_size, whole)
     return replace(policy, batch_size=batch_size, accumulate=accumulate)
-
-
-def _accumulate(batch_size: int | None, whole: GlobalBatch | None) -> int:
-    return 1 if whole is None or batch_size is None else whole.per_device // batch_size
 
 
 def _require_shares(whole: GlobalBatch, batch_size: int, subject: Subject) -> None:

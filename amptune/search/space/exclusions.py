@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity
 from amptune.measure.results.subject import Leaf, Subject
@@ -180,14 +181,14 @@ class Price:
 
     sensitivity: Sensitivity
     dtype: Half
-    _sources: list[list[int]] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _sources(self) -> list[list[int]]:
+        """The modules that make each module's input, by their place; [] for the first."""
         place = {module.path: i for i, module in enumerate(self.sensitivity.modules)}
         known = [[place[path] for path in m.producers if path in place] for m in self.sensitivity.modules]
         # A tensor made outside of modules (an addition, a view) counts as made by the module before.
-        sources = [[j for j in own if j < i] or ([i - 1] if i else []) for i, own in enumerate(known)]
-        object.__setattr__(self, "_sources", sources)
+        return [[j for j in own if j < i] or ([i - 1] if i else []) for i, own in enumerate(known)]
 
     def of(self, kept: Collection[str]) -> float:
         total = 0.0

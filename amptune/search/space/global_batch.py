@@ -9,7 +9,7 @@ from amptune.errors import SpaceError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
-__all__ = ["GlobalBatch"]
+__all__ = ["GlobalBatch", "accumulated"]
 
 # The number of batch sizes that an error suggests in place of one that is not allowed.
 NEAREST = 5
@@ -64,3 +64,8 @@ class GlobalBatch:
                 f"batches of {batch_size} do not add up to the global batch's {each}; name one that does with "
                 f"--batch-size: {', '.join(map(str, near))}"
             )
+
+
+def accumulated(batch_size: int | None, whole: GlobalBatch | None) -> int:
+    """Returns how many batches make one optimizer step: 1 unless they are to add up to a global batch."""
+    return 1 if whole is None or batch_size is None else whole.per_device // batch_size

@@ -13,17 +13,16 @@ from amptune.measure.results.subject import Module
 from amptune.policy.patterns import matcher_of
 from amptune.policy.settings import Fp32Rule
 
-__all__ = ["covered_by", "general_rules"]
+__all__ = ["covered_by", "general_rules", "upward"]
 
 # `modules` lacks the root, and a type rule that names the root's class keeps the whole model in FP32. These are the
 # usual classes of a root; every module is a "Module" and an "object".
 GENERIC_TYPES = frozenset({"Module", "object", "Sequential", "ModuleList", "ModuleDict"})
 
-# Limits on the patterns of one path: stars in a pattern, and with `**` the names before and behind it.
-MOST_STARS = 3
-MOST_STARS_BEHIND = 2
-MOST_NAMES_BEHIND = 3
-MOST_NAMES_BEFORE = 2
+# Limits on the patterns of one path: so many stars, and names behind a `**`; with a `**`, so many stars and names
+# before it.
+MOST_PARTS = 3
+MOST_PARTS_BESIDE = 2
 
 # Modules to cover, one bit each: there are many candidates, and most of the work is to compare what they cover.
 Bits = int
@@ -79,16 +78,16 @@ def covered_by(rule: Fp32Rule, paths: Collection[str], modules: Sequence[Module]
     """Returns the paths that the rule keeps in FP32: it names them or a module around them."""
     matches = matcher_of(rule)
     named = {module.path for module in modules if matches(module.path, module.types)}
-    return frozenset(path for path in paths if not named.isdisjoint(_upward(path)))
+    return frozenset(path for path in paths if not named.isdisjoint(upward(path)))
 
 
 def _tops(chosen: frozenset[str], modules: Iterable[Module]) -> list[str]:
     """Returns the outermost modules to cover, of those that run; all modules inside them are covered too."""
-    covered = {module.path for module in modules if module.runs and not chosen.isdisjoint(_upward(module.path))}
-    return [module.path for module in modules if covered.intersection(_upward(module.path)) == {module.path}]
+    covered = {module.path for module in modules if module.runs and not chosen.isdisjoint(upward(module.path))}
+    return [module.path for module in modules if covered.intersection(upward(module.path)) == {module.path}]
 
 
-def _upward(path: str) -> Iterator[str]:
+def upward(path: str) -> Iterator[str]:
     """Yields `a.b.c`, `a.b` and `a` for `a.b.c`."""
     while path:
         yield path
@@ -106,7 +105,7 @@ def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: froz
     wrong = _wrong(frozenset(tops), modules)
     covers: dict[str, Bits] = defaultdict(int)
     for number, top in enumerate(tops):
-        for path in _upward(top):
+        for path in upward(top):
             covers[path] |= 1 << number
     right = [module for module in modules if module.path in covers and module.path not in wrong]
     spoilers = [module for module in modules if module.path in wrong]
@@ -119,8 +118,8 @@ def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: froz
 
 def _wrong(tops: frozenset[str], modules: Iterable[Module]) -> frozenset[str]:
     """Returns the modules that no rule may match: those that must not be covered, and those that contain one."""
-    uncovered = [module.path for module in modules if module.runs and tops.isdisjoint(_upward(module.path))]
-    return frozenset(path for outside in uncovered for path in _upward(outside))
+    uncovered = [module.path for module in modules if module.runs and tops.isdisjoint(upward(module.path))]
+    return frozenset(path for outside in uncovered for path in upward(outside))
 
 
 def _types(right: Sequence[Module], covers: Mapping[str, Bits], forbidden: frozenset[str]) -> Iterator[_Candidate]:
@@ -177,17 +176,17 @@ def _family(paths: Iterable[str]) -> Callable[[str], Iterator[str]]:
             (start + end, stars + more)
             for start, stars in starts
             for end, more in options(name)
-            if stars + more <= MOST_STARS
+            if stars + more <= MOST_PARTS
         ]
 
     def patterns(path: str) -> Iterator[str]:
         yield from (text for text, stars in written(path) if stars)
         names = path.split(".")
-        for before in range(min(MOST_NAMES_BEFORE, len(names) - 1) + 1):
+        for before in range(min(MOST_PARTS_BESIDE, len(names) - 1) + 1):
             start = ".".join([*names[:before], "**."])
-            for behind in range(1, min(MOST_NAMES_BEHIND, len(names) - before) + 1):
+            for behind in range(1, min(MOST_PARTS, len(names) - before) + 1):
                 ends = written(".".join(names[-behind:]))
-                yield from (start + text for text, stars in ends if stars <= MOST_STARS_BEHIND)
+                yield from (start + text for text, stars in ends if stars <= MOST_PARTS_BESIDE)
 
     return patterns
 

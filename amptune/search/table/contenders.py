@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
-from amptune.search.table.objective import NEGLIGIBLE, SPEED_SLACK, Objective
+from amptune.search.table.objective import KNOWN_TO, NEGLIGIBLE, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
 from amptune.search.table.row import Row, are_alike, contradicts_trials, decisive, settled_in
 
@@ -18,8 +18,6 @@ __all__ = ["PROCESSES", "Contender", "contenders_of"]
 
 # Launches differ more than blocks within one: nothing is confirmed by fewer processes.
 PROCESSES = 2
-# Something less probable is not worth a measurement.
-UNLIKELY = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +68,9 @@ class Contender:
 
     @property
     def may_win(self) -> bool:
-        """True if it runs, and more rows may show that it is the best."""
-        return self.failure is None and self.gain is not None and self.settled and self.fast_enough >= UNLIKELY
+        """True if it runs, is not likely too slow, and more rows may show that it is the best."""
+        is_likely_slow = 1 - self.fast_enough > LIKELY
+        return self.failure is None and self.gain is not None and self.settled and not is_likely_slow
 
     @property
     def is_shown(self) -> bool:
@@ -186,4 +185,4 @@ def _fast_enough(speed: Ratio | None, objective: Objective) -> float:
     """Returns the probability that a policy has the speed that the objective needs."""
     if speed is None or not objective.needs_speed:
         return 1.0
-    return speed.chance_above(max(objective.least_speed - SPEED_SLACK, NEGLIGIBLE))
+    return speed.chance_above(max(objective.least_speed - KNOWN_TO, NEGLIGIBLE))

@@ -8,12 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["CPU", "EFFECTS", "GPU", "Effect", "Machine", "machine_of"]
+__all__ = ["CPU", "EFFECTS", "GPU", "WORTH", "Effect", "Machine", "machine_of"]
 
 # `block`: the noise of one block. `process`: what differs from one start of a process to the next. `sitting`: what
 # differs for one policy from one sitting to the next. `host`: what a sitting does to all steps that wait for the host.
 # `drift`: what passes within minutes, for all policies.
 EFFECTS = ("block", "process", "sitting", "host", "drift")
+
+# What is known before a row is seen counts as so many observations.
+WORTH = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class Effect:
     """The size of an effect, as a standard deviation in step spreads; the prior is worth so many observations."""
 
     size: float
-    worth: float = 3.0
+    worth: float = WORTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +32,12 @@ class Machine:
     """The priors of one kind of machine. A step spread counts as at least `least_spread`."""
 
     device: Literal["cuda", "cpu"]
-    block: Effect
     process: Effect
     sitting: Effect
     host: Effect
-    drift: Effect
     least_spread: float
+    block: Effect = Effect(size=1.0)
+    drift: Effect = Effect(size=0.5)
 
     @property
     def effects(self) -> dict[str, Effect]:
@@ -43,26 +46,21 @@ class Machine:
     @property
     def in_one_sitting(self) -> Machine:
         """The priors of this machine for what is said of one sitting alone: sittings have no effect."""
-        none = Effect(size=0.0)
-        return replace(self, sitting=none, host=none)
+        return replace(self, sitting=Effect(size=0.0), host=Effect(size=0.0))
 
 
 GPU = Machine(
     device="cuda",
-    block=Effect(size=1.0),
     process=Effect(size=0.8),
     sitting=Effect(size=0.8, worth=2.0),
     host=Effect(size=1.0, worth=2.0),
-    drift=Effect(size=0.5),
     least_spread=0.003,
 )
 CPU = Machine(
     device="cpu",
-    block=Effect(size=1.0),
     process=Effect(size=1.0),
     sitting=Effect(size=0.6),
     host=Effect(size=0.3),
-    drift=Effect(size=0.5),
     least_spread=0.08,
 )
 

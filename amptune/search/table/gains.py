@@ -1,11 +1,11 @@
-"""Words for gains and goals, for each objective. Pure."""
+"""Words for gains and goals, for each objective, and for numbers of things. Pure."""
 
 from __future__ import annotations
 
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 
-__all__ = ["FIGURES", "aim_of", "gain_in_words", "goal_of", "use_of"]
+__all__ = ["FIGURES", "aim_of", "counted", "gain_in_words", "goal_of", "use_of"]
 
 # The figure of each objective, as a table's heading.
 FIGURES = {"throughput": "speed", "memory": "peak memory", "energy": "energy per sample"}
@@ -50,6 +50,12 @@ def gain_in_words(objective: Objective, gain: Ratio | None, speedup: Ratio | Non
 def use_of(objective: Objective, gain: Ratio) -> str:
     """Returns a policy's use of memory or energy: "uses 0.61 times the memory of the baseline"."""
     return f"uses {_times(gain.inverse)} times the {_WHAT[objective.name]}"
+
+
+def counted(number: int, what: str) -> str:
+    """Returns a number of things in words: `1 trial`, `2 processes`."""
+    plural = "es" if what.endswith("s") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def _least_speed(objective: Objective) -> str:

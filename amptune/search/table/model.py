@@ -20,7 +20,7 @@ import numpy as np
 
 from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
-from amptune.search.table.effects import EFFECTS, Effect, Machine
+from amptune.search.table.effects import EFFECTS, WORTH, Effect, Machine
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, decisive, step_spread
@@ -36,8 +36,6 @@ _AS_BLOCKS = ("process", "sitting")
 _TAILS = 2.0
 # A row of which the others say next to nothing is no outlier.
 _UNKNOWN = 1e-6
-# The spread of a policy's steps says as much of its noise as so many blocks.
-_STEPS_WORTH = 3.0
 _ITERATIONS, _FINAL_ITERATIONS = 20, 5
 # The effects are sized by at most so many rows of policies measured more than once: time grows with their cube.
 _MOST_ROWS = 200
@@ -69,24 +67,16 @@ class Estimates:
         """The place of each policy in `policies`."""
         return {policy: place for place, policy in enumerate(self.policies)}
 
-    def to_baseline(self, policy: Policy) -> Ratio | None:
-        """Returns the ratio to the baseline in a later sitting; None without a score in a run of the baseline."""
+    def to_baseline(self, policy: Policy, *, later: bool = True) -> Ratio | None:
+        """Returns the ratio to the baseline in a later sitting; None without a score in a run of the baseline.
+
+        If not `later`, no other sitting and no next process is added to what is not known: the ratio is that over all
+        processes like those measured.
+        """
         p, b = self.place.get(policy), self.baseline
         if p is None:
             return None
-        return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]))
-
-    def as_measured(self, policy: Policy) -> Ratio | None:
-        """Returns the ratio to the baseline over all processes like those measured; None as `to_baseline`.
-
-        It is not about a later sitting: no other sitting and no next process is added to what is not known.
-        """
-        later = self.to_baseline(policy)
-        if later is None or policy == self.policies[self.baseline]:
-            return later
-        p, b = self.place[policy], self.baseline
-        log, deviation = float(self.mean[p] - self.mean[b]), math.sqrt(float(self.own[p] + self.own[b]))
-        return Ratio.of_log(log, deviation, freedom=later.freedom, launches=later.launches)
+        return self._ratio(p, b, float(self.mean[p] - self.mean[b]), float(self.own[p] + self.own[b]), later=later)
 
     def between(self, policy: Policy, other: Policy) -> Ratio | None:
         """Returns the ratio of two policies in a later sitting, from their own rows alone; None if one has no score."""
@@ -95,10 +85,10 @@ class Estimates:
             return None
         return self._ratio(p, q, float(self.raw[p] - self.raw[q]), float(self.contrast[p, q]))
 
-    def _ratio(self, p: int, q: int, log: float, variance: float) -> Ratio | None:
+    def _ratio(self, p: int, q: int, log: float, variance: float, *, later: bool = True) -> Ratio | None:
         if p == q:
             return Ratio(value=1.0, low=1.0, high=1.0)
-        deviation = math.sqrt(variance + self.next_variance(p, q))
+        deviation = math.sqrt(variance + (self.next_variance(p, q) if later else 0.0))
         if deviation > LEVEL:  # no run has both
             return None
         return Ratio.of_log(
@@ -185,7 +175,7 @@ def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Pol
 
 
 def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
-    """Returns the mean of the steps' spread, which counts as `_STEPS_WORTH` blocks, and the blocks' own.
+    """Returns the mean of the steps' spread, which counts as `WORTH` blocks, and the blocks' own.
 
     The blocks' own is the distance from their run's median that 68 % of them keep: one deviation of Gaussian ones. The
     farthest block, which may be an outlier, counts as no farther than the next.
@@ -196,7 +186,7 @@ def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
     if len(distances) > 2:
         distances[-1] = distances[-2]
     blocks, freedom = float(np.quantile(distances, 0.68)), len(distances) - 1
-    return (_STEPS_WORTH * steps + freedom * blocks) / (_STEPS_WORTH + freedom)
+    return (WORTH * steps + freedom * blocks) / (WORTH + freedom)
 
 
 @dataclass(frozen=True, slots=True)

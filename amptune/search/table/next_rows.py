@@ -10,7 +10,7 @@ from statistics import NormalDist
 from amptune.policy.settings import Policy
 from amptune.search.table.contenders import PROCESSES, Contender
 from amptune.search.table.model import Estimates
-from amptune.search.table.objective import NEGLIGIBLE
+from amptune.search.table.objective import KNOWN_TO, NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.verdict import Bar, Verdict, departure_count
 
@@ -28,8 +28,6 @@ WORTH_A_ROW = 0.0005
 # stand behind the answer.
 UNSEEN = 0.01
 MOST_UNSEEN = 4
-# A decided interval this narrow (half its width, relative) needs no further rows.
-NARROW = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +180,7 @@ def _is_settled(verdict: Verdict) -> bool:
 def _is_narrow(policy: Policy, fit: Estimates) -> bool:
     p, b, ratio = fit.policies.index(policy), fit.baseline, fit.to_baseline(policy)
     return float(fit.own[p] + fit.own[b]) <= fit.next_variance(p, b) or (
-        ratio is not None and ratio.half_width < NARROW
+        ratio is not None and ratio.half_width < KNOWN_TO
     )
 
 
@@ -205,5 +203,4 @@ def _fresh_tells_more(
         squared, launches, rows = float(fit.spread[p]) ** 2, max(1, fit.launches[p]), max(1, fit.rows[p])
         again += squared * fit.size["block"] / (rows * (rows + 1))
         fresh += squared * fit.size["process"] / (launches * (launches + 1))
-    round_s = max(round_s, 1e-3)
-    return (fresh + again) / (start_s + round_s) > again / round_s
+    return fresh * round_s > again * start_s  # that is (fresh + again) / (start_s + round_s) > again / round_s

@@ -10,9 +10,9 @@ from amptune.errors import ObjectiveError
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 
 __all__ = [
+    "KNOWN_TO",
     "NEGLIGIBLE",
     "OBJECTIVES",
-    "SPEED_SLACK",
     "THROUGHPUT",
     "Objective",
     "ObjectiveName",
@@ -23,8 +23,9 @@ __all__ = [
 ObjectiveName = Literal["throughput", "memory", "energy"]
 OBJECTIVES: tuple[ObjectiveName, ...] = get_args(ObjectiveName)
 
-# A speed is known to about 1 %, so a speed this share below the needed one is not shown to be too slow.
-SPEED_SLACK = 0.01
+# To know a figure to this share is enough: a speed that is as little below the needed one is not shown to be too slow,
+# and an interval as narrow (half its width) needs no further rows.
+KNOWN_TO = 0.01
 # To a user, two policies that differ by at most this share are equal, and the simpler one wins.
 NEGLIGIBLE = 0.005
 # A too slow policy's score is multiplied by its share of the needed speed to this power; the share counts as no less
@@ -90,7 +91,7 @@ class Objective:
 
     def allows_speed(self, share: float) -> bool:
         """Returns True if this share of the baseline's samples per second is enough, within a speed's accuracy."""
-        return not self.needs_speed or share >= self.least_speed - SPEED_SLACK
+        return not self.needs_speed or share >= self.least_speed - KNOWN_TO
 
 
 def objective_of(name: str, least_speed: float | None = None, steps: int | None = None) -> Objective:

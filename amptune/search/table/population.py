@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from amptune.search.table.objective import NEGLIGIBLE
+from amptune.search.table.row_arrays import Array
 
 __all__ = ["shrunk"]
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # The baseline's own noise is at most this share of that of a difference to it.
 _SHARED = 0.9
@@ -18,7 +15,6 @@ _SHARED = 0.9
 _ROUNDS = 3
 # A policy may be unlike all others: its logarithm differs by this much (standard deviation).
 _BROAD = 1.0
-_LEAST_VARIANCE = 1e-10
 
 
 def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
@@ -31,14 +27,14 @@ def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
     with_baseline = covariance[baseline]
     differences = covariance + with_baseline[baseline] - with_baseline[:, None] - with_baseline
     noise = np.maximum(np.diag(differences), 0.0)
-    if len(raw) < 3:
-        return raw, noise
     others = np.arange(len(raw)) != baseline
+    if others.sum() < 2:
+        return raw, noise
     # All differences share the baseline's noise: it is taken from them, and is the baseline's own.
     pairs = differences[np.ix_(others, others)]
     common = float(np.median(pairs[~np.eye(len(pairs), dtype=bool)]))
     shared = min(max(common, 0.0), _SHARED * float(noise[others].min()))
-    noise = np.maximum(np.where(others, noise - shared, shared), _LEAST_VARIANCE)
+    noise = np.where(others, noise - shared, shared)
     mean, own = raw, noise
     for _ in range(_ROUNDS):
         mean, own = _towards(raw, noise, mean, own)

@@ -52,10 +52,6 @@ class Ratio:
         return float(stdtr(max(1.0, self.freedom), distance / self.deviation))
 
     @property
-    def shows_a_difference(self) -> bool:
-        return self.low > 1 or self.high < 1
-
-    @property
     def half_width(self) -> float:
         """Half the width of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value

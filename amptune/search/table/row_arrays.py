@@ -74,7 +74,8 @@ def arrays_of(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, floa
     values = np.array([value for _, value in scored])
     off_loop = np.array([of_time and not row.in_loop for row in rows]) * any(row.in_loop for row in rows)
     longer, apart = _LONGER_IN_LOOP * off_loop * values / values.max(), _LONGER_IN_LOOP / 2 * off_loop
-    means = np.array([_doubt(row) if of_time else 0.0 for row in rows])
+    blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]  # failures have no score
+    means = np.array([mean_error(block) if of_time else 0.0 for block in blocks])
     spread = np.array([spreads[row.policy] for row in rows])
     time_s = np.array([row.moment_s for row in rows])
     together, run, sittings = np.outer(spread, spread), _alike([row.run for row in rows]), sittings_of(rows)
@@ -109,11 +110,6 @@ def _disturbance(row: Row, *, of_time: bool) -> float:
         return 0.0
     delay = (row.outcome.host_delay or 0.0) if of_time else 0.0
     return max(_DISTURBED, -math.log(max(_DISTURBED, 1 - 2 * delay)))
-
-
-def _doubt(row: Row) -> float:
-    """Returns the standard error of the row's mean step, relative to it."""
-    return mean_error(row.outcome) if isinstance(row.outcome, Measurement) else 0.0
 
 
 def _launches(rows: Sequence[Row]) -> int:
