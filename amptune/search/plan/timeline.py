@@ -39,12 +39,12 @@ class Timeline:
         finally:
             self.entries.append(
                 {
-                    "at_s": round(began_s, 4),
-                    "seconds": round(self.budget.spent_s - began_s, 4),
+                    "at_s": _rounded(began_s),
+                    "seconds": _rounded(self.budget.spent_s - began_s),
                     "stage": step.stage,
                     "what": step.what,
-                    "expected_s": round(step.seconds, 4),
-                    "worth": round(step.worth, 4) if math.isfinite(step.worth) else None,
+                    "expected_s": _rounded(step.seconds),
+                    "worth": _rounded(step.worth),
                     "instead_of": None if other is None else f"{other.stage}: {other.what}",
                     "chosen_from": None if choice.moment is None else _plain(choice.moment),
                 }
@@ -63,6 +63,10 @@ def moment_of(entry: Mapping[str, Any]) -> Moment | None:
 def _plain(moment: Moment) -> dict[str, Any]:
     wanted = [{name: _finite(asdict(step)[name]) for name in OF_A_STEP} for step in moment.wanted]
     return {"left_s": moment.left_s, "needed_s": _finite(moment.needed_s), "wanted": wanted}
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def _finite(value: Any) -> Any:
