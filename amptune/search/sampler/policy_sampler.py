@@ -10,11 +10,10 @@ from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
-from amptune.search.sampler.acquisition import Proposal
+from amptune.search.sampler.acquisition import Proposal, Proposer
 from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import Catalog, History
 from amptune.search.sampler.stored_trials import running_in, trials_in
-from amptune.search.sampler.surrogate import Belief
 from amptune.search.space.knobs import Value
 from amptune.search.table.trial import Trial
 
@@ -43,9 +42,9 @@ class PolicySampler(BaseSampler):
     """Proposes the policy of a space that promises most for its time.
 
     It learns from the finished trials of the Optuna study, and believes that running ones turn out as expected. So any
-    process that has the study gets the next policy from it. Policies that are `left_out`, by index, are not proposed.
-    `proposal` is the last one, None if no policy was left or none was asked for: the trial `was_enqueued`, or the
-    sampler `is_idle`.
+    process that has the study gets the next policy from it. Policies that are `left_out`, by index, are not proposed,
+    and none is while it `is_idle`. `proposal` is what it answered, as Optuna hands on settings alone: None if no policy
+    was left or none was asked for, since it was idle or the trial `was_enqueued`.
     """
 
     def __init__(
@@ -53,17 +52,15 @@ class PolicySampler(BaseSampler):
         distributions: Mapping[str, BaseDistribution],
         catalog: Catalog,
         history_of: Callable[[Collection[Trial]], History],
-        seed: int,
+        proposer: Proposer,
+        left_out: Collection[int] = (),
+        *,
+        is_idle: bool = False,
     ) -> None:
         self._distributions, self._catalog, self._history_of = distributions, catalog, history_of
-        self._proposer = catalog.proposer(seed)
-        self.left_out: Collection[int] = ()
+        self._proposer, self._left_out, self._is_idle = proposer, left_out, is_idle
         self.proposal: Proposal | None = None
-        self.was_enqueued = self.is_idle = False
-
-    def belief(self, history: History) -> Belief | None:
-        """Returns the belief about every policy of the catalog; None if fewer than two are known."""
-        return self._proposer.belief(history.seen())
+        self.was_enqueued = False
 
     def infer_relative_search_space(
         self,
@@ -80,11 +77,11 @@ class PolicySampler(BaseSampler):
     ) -> dict[str, Any]:
         """Returns the setting of every knob; {} for a trial that needs none."""
         self.proposal, self.was_enqueued = None, "fixed_params" in trial.system_attrs
-        if self.is_idle or self.was_enqueued:
+        if self._is_idle or self.was_enqueued:
             return {}
         history = self._history_of(trials_in(study))
         running = {self._catalog.index[one] for one in running_in(study).values() if one in self._catalog.index}
-        left_out = {*self.left_out, *history.too_large()}
+        left_out = {*self._left_out, *history.too_large()}
         self.proposal = self._proposer.next(history.seen(), left_out, running)
         index = 0 if self.proposal is None else self.proposal.index
         return dict(self._catalog.points[self._catalog.policies[index]])

@@ -52,7 +52,7 @@ class Study:
     ) -> None:
         self._store, self._catalog, self._seed = store, catalog, seed
         self._objective, self._baseline = objective, baseline
-        self._own = PolicySampler(store.distributions, catalog, self._history_that_tells, seed)
+        self._proposer = catalog.proposer(seed)
         self._given = sampler
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
@@ -188,8 +188,8 @@ class Study:
                 self._catch_up_trials()
                 asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
                 given = None if attempt >= MOST_ASKED else self._given
-                handle = self._ask(asked, modes, given)
-                proposal = self._own.proposal if asked is None and given is None else None
+                handle, own = self._ask(asked, modes, given)
+                proposal = own.proposal if asked is None and given is None else None
                 policy = self._catalog.policy_of(handle.params) if handle.params else asked
                 is_open = policy is not None and self._is_open(policy, asked, modes)
                 if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
@@ -199,7 +199,7 @@ class Study:
                             return Suggestion(policy, handle)
                         return Suggestion(policy, handle, proposal.gain, proposal.least, proposal.seconds)
                 self._store.forget(handle)
-                if proposal is None and asked is None and given is None and not self._own.was_enqueued:
+                if proposal is None and asked is None and given is None and not own.was_enqueued:
                     return None
         raise StudyError(f"the study gave none of the policies that it was asked for, {MOST_ATTEMPTS} times")
 
@@ -223,19 +223,22 @@ class Study:
         open_ones = (one for one in self._first if self._catalog.index.get(one) not in excluded)
         return next((policy for policy in open_ones if modes is None or policy.compile in modes), None)
 
-    def _ask(self, wanted: Policy | None, modes: Collection[CompileMode] | None, given: Sampler | None) -> Handle:
-        """Begins a trial of the wanted policy, else of what is proposed; another worker may have enqueued a policy."""
+    def _ask(
+        self, wanted: Policy | None, modes: Collection[CompileMode] | None, given: Sampler | None
+    ) -> tuple[Handle, PolicySampler]:
+        """Begins a trial of the wanted policy, of one that a worker enqueued, or of what a sampler proposes."""
         point = self._catalog.points.get(wanted) if wanted is not None else None
         if point is not None:
             self._store.enqueue(point)
         others = set() if modes is None else self._catalog.not_in(modes)
-        self._own.left_out, self._own.is_idle = self._excluded | others, wanted is not None
+        basis = self._store.distributions, self._catalog, self._history_that_tells, self._proposer
+        own = PolicySampler(*basis, self._excluded | others, is_idle=wanted is not None)
         fixed = {"compile": next(iter(modes))} if modes and len(modes) == 1 and self._catalog.has_modes else {}
-        proposes = self._own if wanted is not None or given is None else with_fixed(given, fixed)
+        proposes = own if wanted is not None or given is None else with_fixed(given, fixed)
         handle = self._store.ask(proposes)
-        if wanted is None or point is not None or self._own.was_enqueued:
+        if wanted is None or point is not None or own.was_enqueued:
             self._store.settle(handle)
-        return handle
+        return handle, own
 
     def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
@@ -244,12 +247,12 @@ class Study:
 
     def neighbours(self, policy: Policy) -> list[Policy]:
         """Returns the policies one step from a policy that may be better, the most promising first."""
-        return neighbours_of(policy, self.history, self._own.belief(self.history))
+        return neighbours_of(policy, self.history, self._proposer.belief(self.history.seen()))
 
     def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
         """Goes on with the policies of another space, or other policies of its points; trials are kept."""
         self._catalog = Catalog(space, to_policy, fits)
-        self._own = PolicySampler(self._store.distributions, self._catalog, self._history_that_tells, self._seed)
+        self._proposer = self._catalog.proposer(self._seed)
         self.history = self._history_of(self.trials)
 
     def reconsider(self, policy: Policy) -> None:
