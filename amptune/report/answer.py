@@ -1,50 +1,22 @@
-"""The answer of a tuning in three lines, and the order of its findings. Pure."""
+"""The answer of a tuning in three lines. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from amptune.search.table.gains import counted, gain_in_words, goal_of
 from amptune.search.table.ratio import chance_in_words
 
 if TYPE_CHECKING:
-    from amptune.policy.findings import Finding
     from amptune.search.decide.decision import Decision
 
-__all__ = ["answer_of", "important", "ranked"]
-
-# Findings that the three lines say already.
-_SAID = {"faster", "less-memory", "less-energy", "keep", "provisional", "undecided", "budget-too-small"}
-# Findings about whether the policy can be trusted.
-_GRAVE = {
-    "not-judged", "graph-not-judged", "yardstick-unseen", "no-reference", "rejected", "unsound", "cure",
-    "speed-not-shown", "loader-failed",
-}  # fmt: skip
-# Findings that change nothing for the user; so do those that count blocks.
-_DETAILS = {"simplest", "noisy", "compile-costs", "compile-not-needed", "sound"}
-# Of the important findings, the most that are shown without being asked for.
-MOST_SHOWN = 5
+__all__ = ["answer_of"]
 
 
 def answer_of(decision: Decision, output: str, training: str | None = None) -> tuple[str, str, str]:
     """Returns what was found, how sure that is, and what to do next; `training` is the line that training needs."""
     sure = f"{_sure(decision)}, {counted(len(decision.trials), 'trial')}, {decision.seconds:.0f} s"
     return _found(decision), sure, _next(decision, output, training or f'amptune.apply("{output}", model)')
-
-
-def ranked(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings, the most important first."""
-    return sorted(findings, key=lambda one: (one.code not in _SAID, one.code not in _GRAVE, _is_detail(one)))
-
-
-def important(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns the findings to show beside the answer, the most important first."""
-    return [one for one in ranked(findings) if one.code not in _SAID and not _is_detail(one)][:MOST_SHOWN]
-
-
-def _is_detail(finding: Finding) -> bool:
-    return finding.code in _DETAILS or "kept" in finding.figures
 
 
 def _found(decision: Decision) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from amptune.policy.findings import Finding
-from amptune.report.answer import ranked
+from amptune.report.important_findings import ranked
 from amptune.report.markup import code, memory, note, prose, section, table
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord

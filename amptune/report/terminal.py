@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from amptune.report.answer import answer_of, important, ranked
+from amptune.report.answer import answer_of
 from amptune.report.hardware_facts import hardware_in_lines
+from amptune.report.important_findings import important, ranked
 from amptune.report.result_tables import ablation_table, claim_table, comparison_table, curves_table, pareto_table
 from amptune.report.side_by_side import told_of_two, two_tables
 from amptune.report.text_table import TextTable, wrapped

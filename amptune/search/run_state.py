@@ -18,8 +18,8 @@ from amptune.search.request import TuningRequest
 from amptune.search.sampler.catalog import History
 from amptune.search.space.candidates import Candidates
 from amptune.search.table.effects import machine_of
+from amptune.search.table.late_starts import LateStart, late_starts
 from amptune.search.table.row import Row
-from amptune.search.table.starting import LateStart, late_starts
 from amptune.search.table.verdict import Verdict, verdict_of
 
 __all__ = ["RunState"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amptune.policy.findings import Finding
-from amptune.report.answer import MOST_SHOWN, important, ranked
+from amptune.report.important_findings import MOST_SHOWN, important, ranked
 
 FASTER = Finding(code="faster", message="bf16: 2×")
 BLOCKS = Finding(code="throttled", message="3 of 9 blocks were discarded", figures={"discarded": 3, "kept": 0, "of": 9})

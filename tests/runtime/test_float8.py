@@ -335,6 +335,7 @@ def test_on_a_gpu_compiled_fp8_trains_wide_layers_faster_and_near_bf16() -> None
     x = torch.randn(8192, 4096, device="cuda")
     ms, losses, found = {}, {}, {}
     for policy in (BF16, replace(BF16, float8_modules=(Float8Rule(path="**.mlp"),))):
+        torch.compiler.reset()  # in training, one policy is all that a process compiles
         with amptune.apply(replace(policy, compile="default"), model, guard=False) as tuned:
 
             def step() -> Any:

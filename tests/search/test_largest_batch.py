@@ -13,10 +13,10 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, FailureKind, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.batch_size.largest import LargestBatch, Sizer
+from amptune.search.batch_size.largest_size import MOST_TIMES_OWN, Sizes
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
-from amptune.search.batch_size.next_size import MOST_TIMES_OWN, Sizes
+from amptune.search.batch_size.probing import LargestBatch, Sizer
 from amptune.search.table.trial import Trial
 
 LIMIT_MIB = 140_000.0

@@ -143,7 +143,7 @@ def _may_hold(one: Any) -> bool:
         return one.__code__.co_filename.startswith("<") or is_the_users(one.__code__.co_filename)
     if isinstance(one, type | ModuleType):
         module = one if isinstance(one, ModuleType) else sys.modules.get(one.__module__)
-        file = getattr(module, "__file__", None)
+        file = None if module is None else vars(module).get("__file__")  # a lazy module's attributes import it
         return file is not None and is_the_users(file)
     data = isinstance(one, torch.Tensor | np.ndarray | torch.Generator | np.random.Generator | np.random.RandomState)
     return not data and not isinstance(one, random.Random) and (isinstance(one, dict) or gc.is_tracked(one))

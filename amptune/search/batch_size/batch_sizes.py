@@ -12,10 +12,10 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
-from amptune.search.batch_size.largest import LargestBatch, Sizer
+from amptune.search.batch_size.largest_size import MOST_TIMES_OWN_ON_CPU
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
-from amptune.search.batch_size.next_size import MOST_TIMES_OWN_ON_CPU
+from amptune.search.batch_size.probing import LargestBatch, Sizer
 from amptune.search.space.global_batch import GlobalBatch, accumulated
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from amptune.measure.bench.failures import NonFiniteError, TooSlowError
 from amptune.measure.numerics import parity as parity_module
 from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.randomness import OwnGenerators
 from amptune.measure.numerics.reference import completed, make_reference, order_of
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
@@ -303,6 +305,18 @@ def test_a_generator_that_the_first_pass_makes_is_seeded_too() -> None:
             return super().forward(x * torch.rand(x.shape, generator=self.made))
 
     assert is_close(sound(workload_of(lambda: Late(4, 1), (4,)), BF16, seconds=ENOUGH_S))
+
+
+def test_a_module_that_is_imported_by_its_first_attribute_stays_as_it_is() -> None:
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise ModuleNotFoundError(f"{self.__name__}.{name} is not installed")
+
+    lazy, drawn = Lazy("lazy"), random.Random(5)
+    found = OwnGenerators(lambda: (lazy, drawn))
+    before = drawn.random()
+    found.seed(7)
+    assert drawn.random() == random.Random(7).random() != before
 
 
 # --- where gradients are compared -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Chooses the batch size to run next, to find the largest that fits in few runs. Pure."""
+"""The largest batch that fits: which size to run next, how many may fail, and when an answer is good enough. Pure."""
 
 from __future__ import annotations
 

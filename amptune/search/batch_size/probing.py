@@ -1,4 +1,4 @@
-"""Finds the largest batch that fits, with few runs and a prediction after each; every answer is a size that ran."""
+"""Runs batch sizes until the largest that fits is known; every answer is a size that ran."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
+from amptune.search.batch_size.largest_size import MOST_PROBES, Outlook, Sizes
 from amptune.search.batch_size.memory_model import MemoryModel
-from amptune.search.batch_size.next_size import MOST_PROBES, Outlook, Sizes
 from amptune.search.plan.budget import Clock
 from amptune.search.table.gains import counted
 from amptune.search.table.trial import Trial
