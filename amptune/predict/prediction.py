@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from amptune.policy.findings import Finding
 from amptune.predict.gpu_table import GpuModel
-from amptune.predict.missing import missing_on
+from amptune.predict.missing_features import missing_on
 from amptune.predict.operation import StepFigures
 from amptune.predict.roofline import gpu_and_host_seconds, step_seconds
 from amptune.predict.speed_up import (

@@ -75,6 +75,7 @@ class Narrowing:
 
     _costs_s: dict[Policy, float] = field(default_factory=dict, init=False)
     _announced: set[Policy] = field(default_factory=set, init=False)
+    _wanted_by: Verdict | None = field(default=None, init=False)
 
     def wants(self) -> Step | None:
         """Returns the step that measures the round that tells most; None if more tell little, or none fits."""
@@ -82,6 +83,7 @@ class Narrowing:
         chosen = None if verdict is None else self._next(verdict)
         if chosen is None:
             return None
+        self._wanted_by = verdict
         return Step(
             stage="comparison",
             what=f"{len(chosen.policies)} policies" + (" in fresh processes" if chosen.fresh else ""),
@@ -94,11 +96,11 @@ class Narrowing:
 
     def take(self, step: Step, _limit_s: float) -> None:
         """Judges the leader, then measures the round of a step, or another one if the judgement changed it."""
-        wanted_by, verdict = self.verdict(), self._judged()
+        verdict = self._judged()
         chosen: NextRound | None = NextRound(policies=step.policies, fresh=step.fresh)
         if verdict is None:
             chosen = None
-        elif verdict is not wanted_by or step.seconds > self._left_s:
+        elif verdict is not self._wanted_by or step.seconds > self._left_s:
             chosen = self._next(verdict)
         self.is_over = chosen is None or not self._measured(chosen, verdict)
 

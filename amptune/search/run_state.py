@@ -18,7 +18,7 @@ from amptune.search.request import TuningRequest
 from amptune.search.sampler.catalog import History
 from amptune.search.space.candidates import Candidates
 from amptune.search.table.effects import machine_of
-from amptune.search.table.late_starts import LateStart, late_starts
+from amptune.search.table.late_start import LateStart, late_starts
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +16,7 @@ from amptune.errors import TargetError
 from amptune.workload.user_errors import user_code, user_script
 from amptune.workload.workload import Workload
 
-__all__ = ["Target", "load_workload", "parse_target", "source_digest", "workload_in"]
+__all__ = ["Target", "load_workload", "parse_target", "workload_in"]
 
 
 class Target(str):
@@ -83,39 +81,6 @@ def workload_in(found: Any, place: str, name: str | None) -> Workload:
             "`amptune init` writes an example"
         )
     return found if found.name or name is None else replace(found, name=name)
-
-
-def source_digest(target: Target) -> str:
-    """Returns the SHA-256 of a target's source file and the files beside it that it imports.
-
-    A change makes earlier measurements invalid.
-    """
-    if target.is_file:
-        return _digest_of(Path(target.place))
-    spec = importlib.util.find_spec(target.place)
-    return _digest_of(Path(spec.origin)) if spec and spec.origin else "unknown"
-
-
-def _digest_of(path: Path) -> str:
-    digest, waiting, seen = hashlib.sha256(), [path], {path}
-    while waiting:
-        source = waiting.pop().read_bytes()
-        digest.update(source)
-        beside = [path.parent / f"{name}.py" for name in _imported(source)]
-        new = [other for other in dict.fromkeys(beside) if other not in seen and other.is_file()]
-        waiting, seen = [*waiting, *new], {*seen, *new}
-    return digest.hexdigest()
-
-
-def _imported(source: bytes) -> list[str]:
-    """Returns the first names of the modules that a file imports, sorted."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):
-        return []
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return sorted({name.partition(".")[0] for name in names})
 
 
 def _import(target: Target) -> ModuleType:

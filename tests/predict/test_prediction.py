@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from amptune.errors import DeviceError, FileFormatError
 from amptune.predict.gpu_table import gpu_models, gpus_named
 from amptune.predict.known_speed_up import known_from
-from amptune.predict.missing import _kernels_missing, missing_on
+from amptune.predict.missing_features import _kernels_missing, missing_on
 from amptune.predict.operation import Operation, StepFigures, Work
 from amptune.predict.prediction import predicted
 from amptune.predict.roofline import step_seconds

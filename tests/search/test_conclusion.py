@@ -20,6 +20,7 @@ from amptune.search.decide.conclusion import decide, devices_findings
 from amptune.search.decide.decision import Decision
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget
+from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.table.effects import GPU
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.row import Row
@@ -320,3 +321,13 @@ def test_the_evidence_tells_how_far_the_first_losses_are_from_the_baselines() ->
     assert parity["loss_deviation"] == pytest.approx(0.05)
     assert parity["fp32_loss_deviation"] == pytest.approx(0.001)
     assert parity["gradient_norm_deviation"] == pytest.approx(0.1)
+
+
+def test_a_model_that_the_workload_shares_is_compiled_only_if_asked() -> None:
+    prepared = replace(RecordedEvaluator("resnet50").prepare(1.0), devices=2, own_parallel=True)
+
+    def modes(compiling: bool | None) -> tuple[object, ...]:
+        return candidates_for(prepared, Wanted(baseline=STOCK, pins={}, compile=compiling)).space.choices("compile")
+
+    assert modes(None) == ("off",)
+    assert "reduce-overhead" in modes(True)

@@ -17,7 +17,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.decide.study_report import command_of, study_report_of
 from amptune.search.pipeline import tune_with
 from amptune.search.sampler.storage import recall
-from amptune.search.table.late_starts import late_starts
+from amptune.search.table.late_start import late_starts
 from amptune.search.table.objective import Objective
 
 GRAPH = BF16.compiled("reduce-overhead")

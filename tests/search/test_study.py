@@ -13,7 +13,8 @@ from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import OOM, request_in
 
-from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.errors import StudyError
+from amptune.measure.results.outcome import Effort, Failure, Outcome, outcome_to_dict
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.events import Event, SearchEnded, TrialEnded
 from amptune.search.pipeline import tune_with
@@ -136,3 +137,16 @@ def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said
         store.tell(handle, told)  # type: ignore[arg-type]
         asked += [] if known else [handle.params["autocast"]]
     assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more
+
+
+def test_a_study_that_another_version_wrote_is_a_clear_error() -> None:
+    knob = Dimension(name="autocast", choices=("off", "bf16"))
+    store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
+    handle = store.ask(TPESampler(seed=0))
+    store.settle(handle)
+    store.claim(handle, STOCK)
+    handle.set_user_attr("outcome", outcome_to_dict(Failure(kind="oom", message="out of memory")))
+    handle.set_user_attr("seconds", 1.0)
+    store._study.tell(handle, 0.0)
+    with pytest.raises(StudyError, match=r"another version of amptune wrote it: .*run.*; choose another with --study"):
+        store.trials()

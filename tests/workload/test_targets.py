@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from amptune.errors import TargetError, UserCodeError
-from amptune.workload.targets import load_workload, parse_target, source_digest
+from amptune.workload.code_digest import source_digest
+from amptune.workload.targets import load_workload, parse_target
 from amptune.workload.workload import Workload
 
 WORKLOAD = """

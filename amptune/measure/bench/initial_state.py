@@ -9,7 +9,7 @@ from torch import nn
 
 from amptune.changes.tensor_tree import stored_in
 from amptune.measure.bench.drawn_batches import bytes_of, sums_of
-from amptune.measure.bench.host_state import HostState, can_be_written
+from amptune.measure.bench.plain_attributes import HostState, can_be_written
 
 __all__ = ["InitialState"]
 

@@ -64,7 +64,7 @@ def busy_cpu(outcomes: Iterable[Outcome]) -> Iterator[Finding]:
     """Yields a finding if training on this CPU waits for it: fewer threads then wait less for one another."""
     measured = [one.host_delay for one in outcomes if isinstance(one, Measurement) and one.host_delay is not None]
     share = statistics.median(measured) if measured else 0.0
-    if share > MOST_HOST_DELAY:
+    if share > 2 * MOST_HOST_DELAY:  # threads that wait for less do not make the others wait by much
         message = (
             f"threads waited for a CPU for {share:.0%} of the time: other programs use it, or there are more threads "
             "than CPUs; fewer threads may train several times as fast, which `amptune tune --set threads=1` tries"

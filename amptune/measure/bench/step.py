@@ -54,10 +54,13 @@ class Stepper:
         self._batches = batches
         self._loss = torch.tensor(math.nan)
         self._group = group
-        # before the optimizer is built: FSDP2 replaces the parameters
-        self._model = tuned.model if group is None else group.shared(tuned, workload.parallel)
+        self._model = tuned.model
+        if group is not None and workload.parallel is not None:  # FSDP2 replaces the parameters
+            self._model = group.shared(tuned, workload.parallel)
         with user_code("building the optimizer"):
             built = workload.optimizer(tuned.model)
+        if group is not None and workload.parallel is None:  # the optimizer may have frozen some, which DDP would miss
+            self._model = group.shared(tuned, None)
         self.optimizers = tuple(map(tuned.optimizer, _required_optimizers(workload, built)))
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]

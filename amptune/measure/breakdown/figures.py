@@ -101,8 +101,9 @@ class _Tally:
     def add(self, trace: StepTrace, step_ms: float) -> None:
         nesting = Nesting(trace.ops)
         self._count_ops(trace.ops, nesting)
-        for work in trace.kernels if self._on_gpu else _on_host(trace, nesting, step_ms):
-            self._add_work(work, nesting)
+        of_kernels = ((kernel, nesting.op(kernel.op)) for kernel in trace.kernels)
+        for work, op in of_kernels if self._on_gpu else _on_host(trace, nesting, step_ms):
+            self._add_work(work, op, nesting)
 
     def _count_ops(self, ops: Iterable[Op], nesting: Nesting) -> None:
         """Counts casts and unaligned products once per operation, whatever runs inside."""
@@ -112,8 +113,8 @@ class _Tally:
             elif self._on_gpu and unaligned_dims(op):
                 self._sums.add(UnalignedMatmul, _unaligned(op, nesting.module_of(op)), ms=0, count=1)
 
-    def _add_work(self, work: Kernel, nesting: Nesting) -> None:
-        op, ms = nesting.op(work.op), work.us / 1000
+    def _add_work(self, work: Kernel, op: Op | None, nesting: Nesting) -> None:
+        ms = work.us / 1000
         if nesting.nearest(op, lambda one: one.name.startswith(_OPTIMIZER)):
             self._optimizer_ms += ms
             self._optimizer_kernels += self._on_gpu and work.compute
@@ -179,13 +180,13 @@ def _unaligned(op: Op, module: str | None) -> dict[str, Any]:
     }
 
 
-def _on_host(trace: StepTrace, nesting: Nesting, step_ms: float) -> Iterator[Kernel]:
+def _on_host(trace: StepTrace, nesting: Nesting, step_ms: float) -> Iterator[tuple[Kernel, Op]]:
     """Yields each operation as a kernel of its own time, scaled to the unprofiled step: the profiler slows them all."""
     start_us = min(op.start_us for op in trace.ops)
     end_us = max(op.start_us + op.us for op in trace.ops)
     scale = step_ms / (end_us - start_us)
     for op in trace.ops:
-        yield Kernel(name=op.name, start_us=op.start_us, us=1000 * scale * nesting.own_us(op), op=op.id)
+        yield Kernel(name=op.name, start_us=op.start_us, us=1000 * scale * nesting.own_us(op), op=op.id), op
 
 
 def _busy_us(kernels: Iterable[Kernel]) -> float:

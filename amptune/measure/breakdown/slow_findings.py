@@ -18,7 +18,7 @@ from amptune.measure.breakdown.module_times import (
     summed,
     where,
 )
-from amptune.measure.results.loop_timing import HOST_AT_ITS_LIMIT
+from amptune.measure.results.loop_timing import is_host_late
 from amptune.measure.results.step_profile import ALIGNED, StepProfile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
@@ -61,7 +61,7 @@ def _launch_bound(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
     if idle_ms is None or busy_ms is None or host_ms is None:
         return
     share = idle_ms / profile.step_ms
-    if share <= LAUNCHES_SHARE or host_ms < HOST_AT_ITS_LIMIT * profile.step_ms or not profile.kernels:
+    if share <= LAUNCHES_SHARE or not is_host_late(host_ms, busy_ms, profile.step_ms) or not profile.kernels:
         return
     kernel_us = 1000 * busy_ms / profile.kernels
     message = (

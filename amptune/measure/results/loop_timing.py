@@ -8,7 +8,7 @@ from typing import Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["HOST_AT_ITS_LIMIT", "MOST_WAITING", "WORTH_SAYING", "LoopTiming", "limits_of", "waiting_in_words"]
+__all__ = ["MOST_WAITING", "WORTH_SAYING", "LoopTiming", "is_host_late", "limits_of", "waiting_in_words"]
 
 # A smaller share of the loop's time is less than two processes, or two runs of a few seconds, differ by.
 WORTH_SAYING = 0.02
@@ -67,16 +67,19 @@ class LoopTiming:
         """Share of the loop's time in which the device was idle although a batch was there."""
         between = max(0.0, self.idle_ms - self.wait_ms)
         within = 0.0
-        if self.busy_ms is not None:
-            host_ms = HOST_AT_ITS_LIMIT * self.host_ms  # which is measured at another moment than the steps
-            is_late = host_ms > self.busy_ms or self.host_ms >= HOST_AT_ITS_LIMIT * self.step_ms
-            within = max(0.0, self.step_ms - self.busy_ms) if is_late else 0.0
+        if self.busy_ms is not None and is_host_late(self.host_ms, self.busy_ms, self.step_ms):
+            within = max(0.0, self.step_ms - self.busy_ms)
         return (between + within) / self.wall_ms
 
     @property
     def input_bound(self) -> bool:
         """True if the input pipeline is the limit: a faster step would wait for its data."""
         return self.wait_share > WORTH_SAYING
+
+
+def is_host_late(host_ms: float, busy_ms: float, step_ms: float) -> bool:
+    """Returns True if a device that is busy for so long waits for its host in a step, as both were measured apart."""
+    return HOST_AT_ITS_LIMIT * host_ms > busy_ms or host_ms >= HOST_AT_ITS_LIMIT * step_ms
 
 
 def limits_of(timing: LoopTiming) -> Iterator[Finding]:

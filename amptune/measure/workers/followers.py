@@ -274,7 +274,7 @@ class _Rank:
                     steps += 1
                 elif message == NEXT_BLOCK:
                     batches.begin_block()
-            if bench.workload.parallel is not None:
+            if bench.workload.parallel is not None and steps:
                 step.require_sound(steps, bench.nonfinite)
             return bench.peak_mib()
 

@@ -50,7 +50,8 @@ def _built(source: Source) -> Workload:
 def digest_of(source: Source) -> str:
     """Returns a SHA-256 of what the workload is made from."""
     if source.target is not None:
-        from amptune.workload.targets import parse_target, source_digest
+        from amptune.workload.code_digest import source_digest
+        from amptune.workload.targets import parse_target
 
         digest = source_digest(parse_target(source.target))
         return digest if not source.arguments else _sha256("\0".join([digest, *source.arguments]).encode())

@@ -137,7 +137,8 @@ def prepare() -> Prepared:
 
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
-    from amptune.measure.loop.mistakes import mistakes_in_step, require_sound_input
+    from amptune.measure.loop.input_checks import require_sound_input
+    from amptune.measure.loop.step_mistakes import mistakes_in_step
     from amptune.measure.modules.inspection import inspect_model
 
     limit = _State.setting.memory_mib

@@ -98,9 +98,12 @@ def devices_findings(devices: int, prepared: Prepared) -> Iterator[Finding]:
             if prepared.own_parallel
             else "exchange gradients (DistributedDataParallel)"
         )
+        copies = (
+            "; each trial trained a copy, so nothing was compiled without --compile" if prepared.own_parallel else ""
+        )
         message = (
             f"all steps were timed on {measured} devices that {shared}; samples per second are those of all of them, "
-            f"and memory is that of one{graphs}"
+            f"and memory is that of one{graphs}{copies}"
         )
         yield Finding(code="devices", message=message, figures=figures)
     elif devices > 1:

@@ -15,7 +15,7 @@ from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.ablation import Ablated, ablated
 from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import counted, gain_in_words, goal_of
-from amptune.search.table.late_starts import late_starts
+from amptune.search.table.late_start import late_starts
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import chance_in_words
 from amptune.search.table.trial import Trial

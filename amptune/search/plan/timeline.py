@@ -56,7 +56,8 @@ def moment_of(entry: Mapping[str, Any]) -> Moment | None:
     told = entry.get("chosen_from")
     if told is None:
         return None
-    wanted = tuple(Step(**{**one, "worth": _or_infinite(one["worth"])}) for one in told["wanted"])
+    infinite = ("seconds", "worth")
+    wanted = tuple(Step(**{**one, **{name: _or_infinite(one[name]) for name in infinite}}) for one in told["wanted"])
     return Moment(left_s=told["left_s"], needed_s=_or_infinite(told["needed_s"]), wanted=wanted)
 
 
@@ -70,7 +71,7 @@ def _rounded(value: float) -> float | None:
 
 
 def _finite(value: Any) -> Any:
-    return None if value == math.inf else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _or_infinite(value: float | None) -> float:

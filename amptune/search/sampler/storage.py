@@ -51,7 +51,7 @@ class Store:
 
     def trials(self, besides: Collection[int] = ()) -> list[Trial]:
         """Returns the trials that have an outcome, in their order, except those with the numbers `besides`."""
-        with storage_errors():
+        with storage_errors(), _broken_records(self._study.study_name):
             return trials_in(self._study, besides)
 
     def enqueue(self, point: Point) -> None:
@@ -226,8 +226,8 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         raise StudyError(f"no trial of the study {study.study_name} in {where} came to an end: nothing was measured")
     if not tunings:
         raise StudyError(
-            f"the study in {where} does not say what its baseline is, being of an earlier amptune; "
-            "`amptune tune` with the same study once more adds that"
+            f"the study in {where} does not say what its baseline is: `amptune tune` with the same study once more "
+            "adds that"
         )
     return StudyRecord(
         name=study.study_name,
@@ -267,4 +267,7 @@ def _broken_records(where: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
-        raise StudyError(f"the study in {where} is broken and cannot be read: {in_one_line(error)}") from error
+        raise StudyError(
+            f"the study in {where} is broken, or another version of amptune wrote it: {in_one_line(error)}; choose "
+            "another with --study"
+        ) from error

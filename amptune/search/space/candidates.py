@@ -188,11 +188,13 @@ def candidates_for(
     subject = prepared.subject
     ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
+    # each measurement of a model that the workload shares compiles anew: it trains a copy
+    may_compile = not prepared.own_parallel or wanted.compile or "compile" in wanted.pins
     space, recipes = narrowed(
         space if prepared.devices == 1 else without_graphs(space, wanted.pins),
         subject,
         wanted.pins,
-        compiling=wanted.compile,
+        compiling=wanted.compile if may_compile else False,
         saves_memory=wanted.saves_memory,
     )
     own_size = subject.batch_size

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from amptune import Workload
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench.bench import Bench
-from amptune.measure.loop.mistakes import require_sound_input
+from amptune.measure.loop.input_checks import require_sound_input
 from amptune.measure.modules.inspection import inspect_model
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
-from amptune.measure.loop.mistakes import mistakes_in_step, mistakes_under
+from amptune.measure.loop.step_mistakes import mistakes_in_step, mistakes_under
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.runtime.tuned import Tuned
 

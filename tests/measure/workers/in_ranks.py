@@ -63,6 +63,12 @@ class WithAnIdlePart(nn.Module):
         return result
 
 
+def of_its_head(model: nn.Module) -> torch.optim.Optimizer:
+    """Trains the head and freezes the rest, as fine-tuning does."""
+    model.get_submodule("0").requires_grad_(False)
+    return torch.optim.SGD(model.get_submodule("1").parameters(), lr=0.1)
+
+
 workload = Workload(
     model=lambda: nn.Linear(3, 2),
     batch=lambda n: torch.randn(n, 3),
@@ -75,5 +81,12 @@ with_an_idle_part = Workload(
     batch=lambda n: torch.randn(n, 3),
     loss=lambda model, batch: model(batch).square().mean(),
     optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    batch_size=WELL,
+)
+freezing = Workload(
+    model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
+    batch=lambda n: torch.randn(n, 3),
+    loss=lambda model, batch: model(batch).square().mean(),
+    optimizer=of_its_head,
     batch_size=WELL,
 )

@@ -124,6 +124,11 @@ def test_weights_that_no_step_uses_are_not_waited_for(tmp_path: Path) -> None:
         assert measured(evaluator).devices == 2
 
 
+def test_weights_that_the_optimizer_freezes_are_not_waited_for(tmp_path: Path) -> None:
+    with over_two(tmp_path, "freezing") as evaluator:
+        assert measured(evaluator).devices == 2
+
+
 def test_a_launch_compiles_in_every_rank(evaluator: WorkerEvaluator, tmp_path: Path) -> None:
     compiled = Policy(compile="default")
     evaluator.launch([compiled])

@@ -1,25 +1,18 @@
-"""Mistakes in a workload's inputs and in its steps, told before time is spent on measuring."""
+"""Mistakes in a workload's steps, told before time is spent on measuring."""
 
 from __future__ import annotations
 
 import warnings
-from contextlib import closing
 
-import torch
-
-from amptune.changes.tensor_tree import tensors_in
-from amptune.errors import AmptuneError, TargetError
+from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.loop.feed import Epochs, SampleCounter
 from amptune.measure.modules.inspection import MOST_MICRO_BATCHES
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.runtime.guard.misuse import PolicyMisuseWarning
-from amptune.workload.user_errors import user_code
-from amptune.workload.workload import Workload
 
-__all__ = ["mistakes_in_step", "mistakes_under", "require_sound_input"]
+__all__ = ["mistakes_in_step", "mistakes_under"]
 
 # A loop without a loss scaler is noticed in its second optimizer step.
 WATCHED_STEPS = 2
@@ -30,43 +23,6 @@ _WITHOUT_AUTOCAST = Finding(
     message="step(…) does not call tuned.autocast(), so the autocast of a policy changes nothing in it: run the "
     "forward pass and the loss in `with tuned.autocast():`",
 )
-
-
-def require_sound_input(bench: Bench) -> None:
-    """Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises."""
-    workload = bench.workload
-    _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
-    if workload.loader is None:
-        return
-    with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
-        SampleCounter(workload, workload.batch_size).samples_in(next(epochs))
-
-
-def _require_samples(workload: Workload, batch: object) -> None:
-    """Raises `TargetError` if all tensors have one length that is not n, and it does not grow with n.
-
-    A length that grows is that of packed samples, such as the tokens of n texts.
-    """
-    n = workload.batch_size
-    length = _length_of(batch)
-    if length is None or any(n in tensor.shape for tensor in tensors_in(batch)):
-        return
-    try:
-        with user_code(f"batch({2 * n})"):
-            more = _length_of(workload.batch(2 * n))
-    except AmptuneError:
-        more = None
-    if more != 2 * length:
-        raise TargetError(
-            f"batch({n}) returns {length} samples, by the first axis of all its tensors: throughput would count {n}; "
-            f"return n samples, or say batch_size={length}"
-        )
-
-
-def _length_of(batch: object) -> int | None:
-    """Returns the length of the first axis of all tensors; None if they differ in it."""
-    lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.ndim}
-    return lengths.pop() if len(lengths) == 1 else None
 
 
 def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:

@@ -1,0 +1,53 @@
+"""Checks of a workload's batches before time is spent on measuring: their size, and that a loader has any."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import torch
+
+from amptune.changes.tensor_tree import tensors_in
+from amptune.errors import AmptuneError, TargetError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.loop.feed import Epochs, SampleCounter
+from amptune.workload.user_errors import user_code
+from amptune.workload.workload import Workload
+
+__all__ = ["require_sound_input"]
+
+
+def require_sound_input(bench: Bench) -> None:
+    """Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises."""
+    workload = bench.workload
+    _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
+    if workload.loader is None:
+        return
+    with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
+        SampleCounter(workload, workload.batch_size).samples_in(next(epochs))
+
+
+def _require_samples(workload: Workload, batch: object) -> None:
+    """Raises `TargetError` if all tensors have one length that is not n, and it does not grow with n.
+
+    A length that grows is that of packed samples, such as the tokens of n texts.
+    """
+    n = workload.batch_size
+    length = _length_of(batch)
+    if length is None or any(n in tensor.shape for tensor in tensors_in(batch)):
+        return
+    try:
+        with user_code(f"batch({2 * n})"):
+            more = _length_of(workload.batch(2 * n))
+    except AmptuneError:
+        more = None
+    if more != 2 * length:
+        raise TargetError(
+            f"batch({n}) returns {length} samples, by the first axis of all its tensors: throughput would count {n}; "
+            f"return n samples, or say batch_size={length}"
+        )
+
+
+def _length_of(batch: object) -> int | None:
+    """Returns the length of the first axis of all tensors; None if they differ in it."""
+    lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.ndim}
+    return lengths.pop() if len(lengths) == 1 else None
