@@ -25,7 +25,7 @@ from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Outc
 from amptune.policy.settings import Policy
 from amptune.workload.user_errors import user_code
 
-__all__ = ["feeding", "measure_in_loop", "run_loop"]
+__all__ = ["feeding", "loader_has_failed", "measure_in_loop", "run_loop"]
 
 
 def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Stillness | None = None) -> Outcome:
@@ -41,7 +41,7 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
     with closing(feed):
         outcome = bench.measure(policy, effort, feed, stillness)
         if isinstance(outcome, Failure):
-            return replace(outcome, exception=LOADER_FAILED) if feed.epochs.failed else outcome
+            return replace(outcome, exception=LOADER_FAILED) if loader_has_failed(feed) else outcome
         waits = bench.workload.loader is not None
         return replace(outcome, in_loop=True, wait_share=feed.wait_share() if waits else 0.0)
 
@@ -49,6 +49,11 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
 def feeding(bench: Bench, policy: Policy, effort: Effort) -> AbstractContextManager[Batches]:
     """Returns a context of the batches that `measure_in_loop` has, or `Bench.measure` if it is not in the loop."""
     return closing(_feed(bench, policy, effort)) if effort.in_loop else nullcontext(bench.sequence(policy, effort))
+
+
+def loader_has_failed(batches: Batches | None) -> bool:
+    """Returns True if batches of the user's loader ended with its own error, which says nothing about the policy."""
+    return isinstance(batches, LoaderFeed) and batches.epochs.failed
 
 
 def _feed(bench: Bench, policy: Policy, effort: Effort) -> LoaderFeed:

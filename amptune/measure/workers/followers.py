@@ -23,13 +23,14 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.measure.workers.death import death_of, kernel_oom_kills
 from amptune.measure.workers.setting import Setting, built_bench
 from amptune.policy.settings import Policy
 
 if TYPE_CHECKING:
     from amptune.measure.bench.bench import Bench
+    from amptune.measure.bench.drawn_batches import Batches
     from amptune.measure.bench.trial_group import TrialGroup
 
 __all__ = ["Followers"]
@@ -128,9 +129,9 @@ class Followers:
         several, the first.
         """
         self._trials += 1
-        name = f"trial {self._trials}"
         try:
-            begin = _Begin(policy=policy, effort=effort, get_none=get_none, port=self._port(), name=name)
+            name, port = f"trial {self._trials}", self._port()
+            begin = _Begin(policy=policy, effort=effort, get_none=get_none, port=port, name=name)
             measured, others_mib = self._trial(begin, trial)
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             return self._first_failure(error)
@@ -223,6 +224,7 @@ class _Rank:
         self._rank = rank
         self._pipe = pipe
         self._bench: Bench | None = None
+        self._batches: Batches | None = None
 
     def follow(self) -> None:
         """Builds the workload when told so, and takes part in trials, until the worker ends or it fails itself."""
@@ -255,10 +257,7 @@ class _Rank:
         self._pipe.send(_Here(peak_mib=peak_mib))
 
     def _steps(self, bench: Bench, begin: _Begin) -> tuple[float, float]:
-        """Runs the steps that rank 0 asks for; returns the peak of memory.
-
-        Raises `NonFiniteError` if the part of a sharded model that is here broke, which rank 0 cannot see.
-        """
+        """Runs the steps that rank 0 asks for; returns the peak of memory. Of a sharded model it checks its part."""
         from amptune.measure.bench.trial_group import NEXT_BLOCK, NEXT_STEP, TrialGroup
         from amptune.measure.loop.own_loop import feeding
 
@@ -267,7 +266,7 @@ class _Rank:
             feeding(bench, policy, begin.effort) as batches,
             bench.on_device(policy, batches, group=group) as (_, step),
         ):
-            steps = 0
+            self._batches, steps = batches, 0
             while (message := self._pipe.recv_bytes()) != LEAVE:
                 if message == NEXT_STEP:
                     step() if steps else step.first_step()
@@ -281,13 +280,15 @@ class _Rank:
     def _fail(self, error: BaseException) -> NoReturn:
         """Tells rank 0 of an error and ends this process, and with it all waiting for this rank."""
         from amptune.measure.bench.failures import failure_of
+        from amptune.measure.loop.own_loop import loader_has_failed
 
         at_s = time.monotonic()
         traceback.print_exception(error)  # into the worker's log
-        failure = failure_of(error)
-        message = f"{failure.message} (rank {self._rank})"
+        own = failure_of(error)
+        exception = LOADER_FAILED if loader_has_failed(self._batches) else own.exception
+        failure = replace(own, message=f"{own.message} (rank {self._rank})", exception=exception)
         with suppress(OSError):  # the worker has ended too
-            self._pipe.send(_Failed(failure=replace(failure, message=message), at_s=at_s))
+            self._pipe.send(_Failed(failure=failure, at_s=at_s))
         os._exit(1)
 
 

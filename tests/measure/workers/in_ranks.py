@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -90,3 +92,14 @@ freezing = Workload(
     optimizer=of_its_head,
     batch_size=WELL,
 )
+
+
+def loader(n: int) -> Iterator[torch.Tensor]:
+    """Breaks in the second rank alone, after a few batches."""
+    for number in range(100):
+        if number == 3 and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            raise OSError("a shard cannot be read")
+        yield torch.randn(n, 3)
+
+
+breaking_loader = replace(workload, step=None, loss=lambda model, batch: model(batch).square().mean(), loader=loader)

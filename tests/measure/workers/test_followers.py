@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy
 
@@ -127,6 +127,14 @@ def test_weights_that_no_step_uses_are_not_waited_for(tmp_path: Path) -> None:
 def test_weights_that_the_optimizer_freezes_are_not_waited_for(tmp_path: Path) -> None:
     with over_two(tmp_path, "freezing") as evaluator:
         assert measured(evaluator).devices == 2
+
+
+def test_a_loader_that_fails_in_another_rank_is_not_blamed_on_the_policy(tmp_path: Path) -> None:
+    with over_two(tmp_path, "breaking_loader") as evaluator:
+        outcome = evaluator.measure(STOCK, replace(QUICK, in_loop=True))
+    assert isinstance(outcome, Failure)
+    assert outcome.exception == LOADER_FAILED
+    assert outcome.message.endswith("a shard cannot be read (rank 1)")
 
 
 def test_a_launch_compiles_in_every_rank(evaluator: WorkerEvaluator, tmp_path: Path) -> None:
