@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulated.clock import SimulatedClock
@@ -14,7 +16,7 @@ from amptune.policy.settings import STOCK
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import WORTHWHILE, Choice, Moment, Stage, Step, next_step
-from amptune.search.plan.timeline import Timeline, moment_of
+from amptune.search.plan.timeline import Timeline
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.storage import recall
 from amptune.search.space.candidates import Wanted
@@ -61,6 +63,21 @@ def test_a_needed_step_may_use_all_the_time_and_another_what_is_free() -> None:
         choice = chosen(wanted, needed_s=30.0)
         assert choice is not None
         assert choice.limit_s == limit_s
+
+
+def moment_of(entry: Mapping[str, Any]) -> Moment | None:
+    """The moment of an entry's choice, without the policies of its steps; None if there was no choice."""
+    told = entry["chosen_from"]
+    if told is None:
+        return None
+    infinite = {"seconds", "worth"}
+    wanted = [{key: or_infinite(one[key]) if key in infinite else one[key] for key in one} for one in told["wanted"]]
+    steps = tuple(Step(**one) for one in wanted)
+    return Moment(left_s=told["left_s"], needed_s=or_infinite(told["needed_s"]), wanted=steps)
+
+
+def or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def test_the_timeline_says_what_was_done_when_and_what_had_to_wait() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Choice, Moment, Step
 
-__all__ = ["Timeline", "moment_of"]
+__all__ = ["Timeline"]
 
 # What an entry says of each step that was wanted.
 OF_A_STEP = ("stage", "what", "seconds", "worth", "is_needed")
@@ -51,18 +51,8 @@ class Timeline:
             )
 
 
-def moment_of(entry: Mapping[str, Any]) -> Moment | None:
-    """Returns the moment of an entry's choice, without the policies of its steps; None if there was no choice."""
-    told = entry.get("chosen_from")
-    if told is None:
-        return None
-    infinite = ("seconds", "worth")
-    wanted = tuple(Step(**{**one, **{name: _or_infinite(one[name]) for name in infinite}}) for one in told["wanted"])
-    return Moment(left_s=told["left_s"], needed_s=_or_infinite(told["needed_s"]), wanted=wanted)
-
-
 def _plain(moment: Moment) -> dict[str, Any]:
-    wanted = [{name: _finite(asdict(step)[name]) for name in OF_A_STEP} for step in moment.wanted]
+    wanted = [{name: _finite(getattr(step, name)) for name in OF_A_STEP} for step in moment.wanted]
     return {"left_s": moment.left_s, "needed_s": _finite(moment.needed_s), "wanted": wanted}
 
 
@@ -72,7 +62,3 @@ def _rounded(value: float) -> float | None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
