@@ -268,6 +268,6 @@ def _broken_records(where: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError) as error:
         raise StudyError(
-            f"the study in {where} is broken, or another version of amptune wrote it: {in_one_line(error)}; choose "
-            "another with --study"
+            f"the study in {where} cannot be read, it is broken or another version of amptune wrote it: "
+            f"{in_one_line(error)}; choose another with --study"
         ) from error
