@@ -71,7 +71,9 @@ def moment_of(entry: Mapping[str, Any]) -> Moment | None:
     if told is None:
         return None
     infinite = {"seconds", "worth"}
-    wanted = [{key: or_infinite(one[key]) if key in infinite else one[key] for key in one} for one in told["wanted"]]
+    wanted: list[dict[str, Any]] = [
+        {key: or_infinite(one[key]) if key in infinite else one[key] for key in one} for one in told["wanted"]
+    ]
     steps = tuple(Step(**one) for one in wanted)
     return Moment(left_s=told["left_s"], needed_s=or_infinite(told["needed_s"]), wanted=steps)
 
