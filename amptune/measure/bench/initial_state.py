@@ -9,7 +9,7 @@ from torch import nn
 
 from amptune.changes.tensor_tree import stored_in
 from amptune.measure.bench.drawn_batches import bytes_of, sums_of
-from amptune.measure.bench.plain_attributes import HostState, can_be_written
+from amptune.measure.bench.plain_attributes import PlainAttributes, can_be_written
 
 __all__ = ["InitialState"]
 
@@ -27,7 +27,7 @@ class InitialState:
         self._near: list[torch.Tensor] | None = None  # only while the model stays on the device
         self._sums: tuple[float, ...] | None = None
         self._kinds = self._kinds_now()
-        self._host_state = HostState(model)
+        self._attributes = PlainAttributes(model)
         self._modes = {module: module.training for module in model.modules()}
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ class InitialState:
         write: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
     ) -> None:
         """Restores the model, each tensor by `write`. With `weights`, one for each parameter, these get them."""
-        self._host_state.put_back()
+        self._attributes.put_back()
         initial_state = self._values if self._near is None else self._near
         for tensor, initial in zip(self._tensors(), [*weights, *initial_state[len(weights) :]], strict=True):
             if can_be_written(tensor) and stored_in(tensor)[0].data_ptr() != stored_in(initial)[0].data_ptr():

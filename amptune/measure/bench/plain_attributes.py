@@ -10,7 +10,7 @@ from torch import nn
 
 from amptune.changes.tensor_tree import tensors_in
 
-__all__ = ["HostState", "can_be_written"]
+__all__ = ["PlainAttributes", "can_be_written"]
 
 # The attributes that every module has are PyTorch's; probabilities of dropout are set while gradients are compared.
 _NOT_STATE = frozenset(vars(nn.Module())) | {"p", "dropout"}
@@ -19,7 +19,7 @@ _VALUES = (type(None), bool, int, float, complex)
 _CONTAINERS = (list, deque, dict, set)
 
 
-class HostState:
+class PlainAttributes:
     """The attributes of a model's own modules as it was built, to start each training from them.
 
     PyTorch's own modules keep no such state. Containers are put back with what they held, not deeper; not those of

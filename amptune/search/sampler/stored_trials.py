@@ -1,4 +1,4 @@
-"""What Optuna keeps for a study: the space's knobs as distributions, the trials that ended, and those that run."""
+"""Optuna's side of a study: the space's knobs as distributions, the trials that ended, and those that run."""
 
 from __future__ import annotations
 
