@@ -222,7 +222,7 @@ def test_a_transformer_is_measured_with_its_blocks_computed_again(tmp_path: Path
     wish = ("--objective", "memory", "--least-speed", "0.1", "--no-compile", "--trials", "4")
     pins = ("--set", "autocast=off", "--set", "fused_optimizer=false")
     with measuring_here(f"{tmp_path}/blocks.py") as here:
-        done = run("tune", "blocks.py", *wish, *pins, "--budget", budget_here(8), folder=tmp_path, evaluator=here)
+        done = run("tune", "blocks.py", *wish, *pins, "--budget", budget_here(16), folder=tmp_path, evaluator=here)
     assert done.returncode == 0, done.stderr
     for measured in ("stock PyTorch", "checkpoint layers", "checkpoint layers.0 + layers.2"):
         assert re.search(rf" ms .* MiB {re.escape(measured)}$", done.stderr, re.MULTILINE), done.stderr
