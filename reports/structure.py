@@ -1,76 +1,128 @@
-"""The size of the package, room by room: modules, statements, lines of a module, lines of a function.
+"""The size of the package and of what holds it, in one table: several checkouts beside each other.
 
-    python reports/structure.py > reports/structure/after.txt
-    git worktree add /tmp/before da14ee9 && python reports/structure.py /tmp/before > reports/structure/before.txt
+    git worktree add /tmp/before f0d2760
+    python reports/structure.py /tmp/before . > reports/structure/table.md
 
-A module is a file with statements other than its docstring. Docstrings are no statements here; lines are all lines.
+Lines are all lines of `*.py`. A module is a file with statements other than its docstring. A number is one that a
+module assigns to a name at its top level. Tests are test functions, each counted once, whatever its parameters.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
-ROW = "{:<24}{:>8}{:>12}{:>14}{:>15}{:>17}"
+KNOBS = [
+    "autocast",
+    "fp32_math",
+    "fp32_modules",
+    "memory_format",
+    "cudnn_benchmark",
+    "compile",
+    "cuda_graphs",
+    "checkpoint",
+    "float8_modules",
+    "fused_optimizer",
+    "loss_scale",
+]
 
 
-@dataclass(frozen=True)
-class Module:
-    """One file; `functions` are the lines of each of its functions, methods and inner functions included."""
-
-    room: str
-    lines: int
-    statements: int
-    functions: tuple[int, ...]
+def trees_in(folder: Path) -> list[tuple[str, ast.Module]]:
+    """Text and syntax tree of each Python file below a folder."""
+    texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
+    return [(text, ast.parse(text)) for text in texts]
 
 
-def module_of(path: Path, package: Path) -> Module:
-    """Reads a file; its room is its folder below the package."""
-    text = path.read_text()
-    nodes = list(ast.walk(ast.parse(text)))
-    functions = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return Module(
-        room=path.parent.relative_to(package).as_posix(),
-        lines=len(text.splitlines()),
-        statements=sum(isinstance(n, ast.stmt) and not _is_docstring(n) for n in nodes),
-        functions=tuple((f.end_lineno or f.lineno) - f.lineno + 1 for f in functions),
-    )
+def rows_of(checkout: Path) -> Iterator[tuple[str, object]]:
+    """Each figure of a checkout, with its name."""
+    package = trees_in(checkout / "amptune")
+    modules = [(text, tree) for text, tree in package if not all(map(_is_docstring, tree.body))]
+    nodes = [node for _, tree in package for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = sorted((f.end_lineno or f.lineno) - f.lineno + 1 for f in functions)
+    yield "lines of `amptune/`", sum(text.count("\n") for text, _ in package)
+    for room in sorted(path for path in (checkout / "amptune").iterdir() if path.is_dir() and path.name[0] != "_"):
+        yield f"lines of `amptune/{room.name}/`", sum(text.count("\n") for text, _ in trees_in(room))
+    yield "modules", len(modules)
+    yield "lines of a module, median and longest", _span([text.count("\n") for text, _ in modules])
+    yield "classes", sum(isinstance(node, ast.ClassDef) for node in nodes)
+    yield "functions", len(functions)
+    yield "lines of a function, median and longest", _span(lengths)
+    yield "numbers at the top level of modules", sum(_numbers(tree) for _, tree in package)
+    inner = {id(node) for function in functions for node in ast.walk(function) if _is_import(node)}
+    yield "imports inside functions", len(inner)
+    private = [name for _, tree in package for name in _private_names(tree)]
+    yield "private names of PyTorch, and places", f"{len(set(private))} in {len(private)}"
+    for knob in KNOBS:
+        yield f"modules that name `{knob}`", sum(_names(tree, knob) for _, tree in package)
+    tests = trees_in(checkout / "tests")
+    yield "lines of `tests/`", sum(text.count("\n") for text, _ in tests)
+    yield "tests", sum(len(re.findall(r"^\s*(?:async )?def test_", text, re.MULTILINE)) for text, _ in tests)
+    yield "lines of programs in `reports/`", sum(text.count("\n") for text, _ in trees_in(checkout / "reports"))
+    readme = (checkout / "reports" / "README.md").read_text()
+    yield "lines of `reports/README.md`", readme.count("\n")
 
 
 def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def row_of(name: str, modules: list[Module]) -> str:
-    """One line of the table."""
-    lines = [module.lines for module in modules]
-    functions = [length for module in modules for length in module.functions]
-    return ROW.format(
-        name,
-        len(modules),
-        sum(module.statements for module in modules),
-        f"{statistics.median(lines):.0f}",
-        max(lines),
-        f"{statistics.median(functions or [0]):.0f} / {max(functions, default=0)}",
+def _span(lengths: list[int]) -> str:
+    return f"{statistics.median(lengths):.0f}, {max(lengths)}"
+
+
+def _numbers(tree: ast.Module) -> int:
+    assigned = [node.value for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    inside = [node for value in assigned if value is not None for node in ast.walk(value)]
+    return sum(isinstance(node, ast.Constant) and type(node.value) in (int, float) for node in inside)
+
+
+def _is_import(node: ast.AST) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def _private_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names within torch of which a part begins with an underscore, each time that one stands there."""
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            names = [ast.unparse(node)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (name for name in names if re.match(r"torch\.(\w+\.)*_(?!_)\w", name))
+
+
+def _names(tree: ast.Module, knob: str) -> bool:
+    """Whether a module names a knob: as an attribute, a keyword, a field or a string."""
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == knob)
+        or (isinstance(node, ast.keyword) and node.arg == knob)
+        or (isinstance(node, ast.Name) and node.id == knob)
+        or (isinstance(node, ast.Constant) and node.value == knob)
+        for node in ast.walk(tree)
     )
 
 
 def main() -> None:
-    package = Path(sys.argv[1] if len(sys.argv) > 1 else ".") / "amptune"
-    modules = [module_of(path, package) for path in sorted(package.rglob("*.py"))]
-    modules = [module for module in modules if module.statements]
-    rooms: defaultdict[str, list[Module]] = defaultdict(list)
-    for module in modules:
-        rooms[module.room].append(module)
-    print(ROW.format("room", "modules", "statements", "median lines", "longest", "function m/l"))
-    for room, inside in sorted(rooms.items()):
-        print(row_of(room, inside))
-    print(row_of("all", modules))
+    checkouts = [Path(name) for name in sys.argv[1:] or ["."]]
+    figures = [dict(rows_of(checkout)) for checkout in checkouts]
+    names = list(dict.fromkeys(name for one in figures for name in one))
+    print(f"| | {' | '.join(checkout.resolve().name for checkout in checkouts)} |")
+    print(f"|---|{'---|' * len(checkouts)}")
+    for name in names:
+        print(f"| {name} | {' | '.join(str(one.get(name, 0)) for one in figures)} |")
 
 
 if __name__ == "__main__":
-    main()
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+    else:
+        main()

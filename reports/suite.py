@@ -1,11 +1,15 @@
-"""Runs the tests many times, quiet and beside other work: are they green, and what takes how long?
+"""Are the tests green on any machine, and do they notice what is broken?
 
-    python reports/suite.py --runs 10 --busy 5 --out reports/suite
-    python reports/suite.py --breaks reports/suite/breaks.json --out reports/suite
+    python reports/suite.py runs --runs 3 --out reports/suite
+    python reports/suite.py runs --busy 6 --out reports/suite
+    python reports/suite.py places --count 160 --seed 7 --out reports/suite
+    python reports/suite.py breaks --tree . --cover-first --out reports/suite/after.jsonl
 
-The first runs `make test` in turn in this checkout, `--busy` of the runs with one core kept busy by a loop, and writes
-OUT/runs.json: wall-clock seconds, what failed, and seconds by file. The second breaks the package in one place after
-another, in a copy, and runs the test that is to notice; it writes OUT/breaks.txt.
+`runs` runs `make test` in this checkout, beside loops that keep cores busy if asked, and adds a row to OUT/runs.json:
+seconds, CPU seconds, and what failed. `places` draws places to break (OUT/places.json) before anything is thinned.
+`breaks` breaks one after another in a copy of TREE and runs those tests of the room that execute the broken lines; it
+goes on where it stopped. One run of all tests under coverage (`pip install pytest-cov`) says which tests
+execute which lines; `--cover-first` makes it. A test that executes no broken line cannot notice it.
 """
 
 from __future__ import annotations
@@ -13,119 +17,101 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import places
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOOP = "while True: pass"
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+LIMIT_S = 300
+"""CPU seconds for the tests of one place; wall-clock time is four times that."""
+TESTS = {"changes": ["runtime", "policy"], "measure": ["measure", "numerics"]}
+"""Folders of tests for a room whose tests do not stand in a folder of its name alone."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--busy", type=int, default=0, help="of the runs, with one core kept busy; the last ones")
-    parser.add_argument("--target", default="test", help="of make")
-    parser.add_argument("--clean", action="store_true", help="make clean before each run, so that it installs too")
-    parser.add_argument("--breaks", type=Path, help="places to break, with the test that is to fail")
+    ways = parser.add_subparsers(dest="way", required=True)
+    runs = ways.add_parser("runs")
+    runs.add_argument("--runs", type=int, default=1)
+    runs.add_argument("--busy", type=int, default=0, help="loops that keep a core busy meanwhile")
+    runs.add_argument("--target", default="test", help="of make")
+    runs.add_argument("--where", default="", help="what is special about the machine, for the row")
+    draw = ways.add_parser("places")
+    draw.add_argument("--count", type=int, default=120)
+    draw.add_argument("--seed", type=int, default=0)
+    breaks = ways.add_parser("breaks")
+    breaks.add_argument("--tree", type=Path, default=REPOSITORY)
+    breaks.add_argument("--places", type=Path, default=REPOSITORY / "reports/suite/places.json")
+    breaks.add_argument("--coverage", type=Path, default=Path(tempfile.gettempdir()) / "amptune-suite.coverage")
+    breaks.add_argument("--cover-first", action="store_true", help="run all tests under coverage first")
+    for one in (runs, draw, breaks):
+        one.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.breaks is not None:
-        return broken(json.loads(arguments.breaks.read_text()), arguments.out / "breaks.txt")
+    if arguments.way == "runs":
+        return all_runs(arguments)
+    if arguments.way == "places":
+        drawn = places.draw(REPOSITORY, ".", arguments.count, arguments.seed)
+        (arguments.out / "places.json").write_text(json.dumps([one.row() for one in drawn], indent=1) + "\n")
+        return 0
+    if arguments.cover_first:
+        cover(arguments.tree, ["tests"], arguments.coverage)
+    asked = [places.Place(**row) for row in json.loads(arguments.places.read_text())]
+    break_all(asked, arguments.tree, arguments.coverage, arguments.out)
+    return 0
+
+
+def all_runs(arguments: argparse.Namespace) -> int:
+    """Each run is a row of OUT/runs.json as it ends."""
     path = arguments.out / "runs.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    for number in range(arguments.runs):
-        is_busy = number >= arguments.runs - arguments.busy
-        if arguments.clean:
-            subprocess.run(["make", "clean"], cwd=REPOSITORY, check=True)  # noqa: S607
-        rows.append({"installs": arguments.clean, **run(arguments.target, is_busy=is_busy)})
+    failures = 0
+    for _ in range(arguments.runs):
+        rows.append({"where": arguments.where, **run(arguments.target, arguments.busy)})
         path.write_text(json.dumps(rows, indent=1) + "\n")
-        print(told(rows[-1]), flush=True)
-    return int(any(row["exit_code"] for row in rows))
+        print(json.dumps(rows[-1]), flush=True)
+        failures += bool(rows[-1]["exit_code"])
+    return int(failures > 0)
 
 
-def run(target: str, *, is_busy: bool) -> dict[str, Any]:
-    """One `make` of the target: how long, what failed, and the seconds of each file's tests."""
-    with tempfile.TemporaryDirectory() as folder, _busy(is_busy):
+def run(target: str, busy: int) -> dict[str, Any]:
+    """One `make` of the target: how long it took, and what failed."""
+    with tempfile.TemporaryDirectory() as folder, loops(busy):
         report = Path(folder) / "report.xml"
         environment = {**os.environ, "PYTEST_ADDOPTS": f"--junitxml={report}"}
-        started = time.monotonic()
-        line = ["make", target]
-        done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, check=False)
-        seconds = time.monotonic() - started
+        started, cpu = time.monotonic(), cpu_of_children()
+        done = subprocess.run(["make", target], cwd=REPOSITORY, env=environment, capture_output=True, check=False)  # noqa: S607
+        seconds, cpu = time.monotonic() - started, cpu_of_children() - cpu
         cases = list(ElementTree.parse(report).getroot().iter("testcase")) if report.exists() else []
-    by_file: dict[str, float] = defaultdict(float)
-    for case in cases:
-        by_file[str(case.get("classname"))] += float(case.get("time", 0))
-    failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases if _failed(case)]
     return {
         "target": target,
-        "busy": is_busy,
+        "busy": busy,
         "cores": len(os.sched_getaffinity(0)),
         "exit_code": done.returncode,
         "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
         "tests": len(cases),
-        "failed": failed,
-        "seconds_by_file": {name: round(spent, 1) for name, spent in sorted(by_file.items(), key=lambda one: -one[1])},
+        "failed": [f"{case.get('classname')}::{case.get('name')}" for case in cases if _failed(case)],
         "output": done.stdout.decode(errors="replace")[-2000:] if done.returncode else "",
     }
 
 
-def told(row: dict[str, Any]) -> str:
-    """One run in a line."""
-    beside = "beside other work" if row["busy"] else "quiet"
-    failed = f", failed: {', '.join(row['failed'])}" if row["failed"] else ""
-    return (
-        f"make {row['target']}, {beside}: {row['seconds']:.0f} s, {row['tests']} tests, exit {row['exit_code']}{failed}"
-    )
-
-
-def broken(breaks: Sequence[dict[str, str]], out: Path) -> int:
-    """Each place broken by itself, and whether the test that holds it fails; 1 if one does not."""
-    lines = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        ignored = shutil.ignore_patterns(".*", "__pycache__")
-        shutil.copytree(REPOSITORY, copy, ignore=ignored)
-        for one in breaks:
-            lines.append(f"{_noticed(one, copy):9} {one['test']}\n{'':9} {one['file']}: {_in_a_line(one)}")
-            print(lines[-1], flush=True)
-            out.write_text("\n".join(lines) + "\n")
-    return int(any(not line.startswith("noticed") for line in lines))
-
-
-def _noticed(one: dict[str, str], copy: Path) -> str:
-    """Returns "noticed" if the test passes as the file is, and fails with the place broken."""
-    path = copy / one["file"]
-    text = path.read_text()
-    if text.count(one["old"]) != 1:
-        return "no place"
-    if not _passes(one["test"], copy):
-        return "fails"
-    path.write_text(text.replace(one["old"], one["new"]))
-    try:
-        return "passes" if _passes(one["test"], copy) else "noticed"
-    finally:
-        path.write_text(text)
-
-
-def _passes(test: str, copy: Path) -> bool:
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    line = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
-    return subprocess.run(line, cwd=copy, env=environment, capture_output=True, check=False).returncode == 0
-
-
-def _in_a_line(one: dict[str, str]) -> str:
-    return f"{' '.join(one['old'].split())}  ->  {' '.join(one['new'].split()) or 'nothing'}"
+def cpu_of_children() -> float:
+    """CPU seconds of all ended child processes and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _failed(case: ElementTree.Element) -> bool:
@@ -133,17 +119,123 @@ def _failed(case: ElementTree.Element) -> bool:
 
 
 @contextmanager
-def _busy(is_busy: bool) -> Iterator[None]:
-    """One core kept busy by something else meanwhile."""
-    if not is_busy:
-        yield
-        return
-    other = subprocess.Popen([sys.executable, "-c", LOOP])
+def loops(count: int) -> Iterator[None]:
+    """So many cores are kept busy by something else meanwhile."""
+    others = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(count)]
     try:
         yield
     finally:
-        other.kill()
-        other.wait()
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def cover(tree: Path, tests: Sequence[str], data: Path) -> None:
+    """Runs tests of a tree under coverage, and keeps which test executed which line."""
+    environment = {**_environment(tree), "COVERAGE_FILE": str(data)}
+    line = [
+        *PYTEST,
+        "-n",
+        "2",
+        "-m",
+        "not slow and not gpu",
+        "--cov=amptune",
+        "--cov-context=test",
+        "--cov-report=",
+        *tests,
+    ]
+    subprocess.run([*line, f"--junitxml={data}.xml"], cwd=tree, env=environment, check=False)
+
+
+def seconds_of_tests(data: Path) -> dict[str, float]:
+    """Seconds of each test, by file and name, as `cover` kept them."""
+    cases = ElementTree.parse(f"{data}.xml").getroot().iter("testcase")
+    return {f"{case.get('classname')}::{case.get('name')}": float(case.get("time", 0)) for case in cases}
+
+
+def covering(data: Path) -> dict[str, dict[int, list[str]]]:
+    """The tests that executed each line of each file (as `amptune/…`), by what `cover` kept."""
+    from coverage import CoverageData
+
+    kept = CoverageData(basename=str(data))
+    kept.read()
+    found: dict[str, dict[int, list[str]]] = {}
+    for file in kept.measured_files():
+        name = file[file.rindex("/amptune/") + 1 :]
+        by_line = kept.contexts_by_lineno(file)
+        found[name] = {line: [c.rpartition("|")[0] for c in contexts if c] for line, contexts in by_line.items()}
+    return found
+
+
+def break_all(asked: Sequence[places.Place], tree: Path, data: Path, out: Path) -> None:
+    """A JSON line for each place: noticed, missed, no test, or gone; a place that has its line is not broken again."""
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    tests, seconds = covering(data), seconds_of_tests(data)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+        for number, place in enumerate(asked[len(done) :], len(done)):
+            started = time.monotonic()
+            became = became_of(place, copy, tests, seconds)
+            row = {"number": number, "became": became, "seconds": round(time.monotonic() - started), **place.row()}
+            done.append(row)
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(
+                f"{number:4} {became:8} {place.file} {place.function}: {place.old!r} -> {place.new!r}"[:180], flush=True
+            )
+    print(dict(Counter(row["became"] for row in done)))
+
+
+def became_of(
+    place: places.Place, copy: Path, tests: dict[str, dict[int, list[str]]], seconds: dict[str, float]
+) -> str:
+    """Breaks one place, runs the tests of its room that execute it, and mends it."""
+    path = copy / place.file
+    text = path.read_text() if path.exists() else ""
+    changed = places.broken(place, text)
+    if changed is None:
+        return "gone"
+    folders = _folders(place.file)
+    chosen = {test for line in changed[1] for test in tests.get(place.file, {}).get(line, [])}
+    ours = sorted(
+        (test for test in chosen if test.startswith(folders)), key=lambda test: seconds.get(_as_case(test), 0)
+    )
+    if not ours:
+        return "no test"
+    path.write_text(changed[0])
+    try:
+        return "missed" if _pass(ours, copy) else "noticed"
+    finally:
+        path.write_text(text)
+
+
+def _as_case(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"{file.removesuffix('.py').replace('/', '.')}::{name}"
+
+
+def _folders(file: str) -> tuple[str, ...]:
+    room = file.split("/")[1] if file.count("/") > 1 else ""
+    return tuple(f"tests/{name}/" for name in TESTS.get(room, [room])) if room else ("tests/",)
+
+
+def _pass(tests: Sequence[str], copy: Path) -> bool:
+    """Whether all pass in the time; what hangs is noticed too."""
+    names = copy.parent / "tests.txt"
+    names.write_text("\n".join(tests) + "\n")
+    line = ["bash", "-c", f'ulimit -t {LIMIT_S}; exec "$@"', "bash", *PYTEST, "-x", f"@{names}"]
+    try:
+        done = subprocess.run(
+            line, cwd=copy, env=_environment(copy), capture_output=True, check=False, timeout=4 * LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(tree.resolve()), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 if __name__ == "__main__":
