@@ -219,7 +219,7 @@ def test_no_public_function_shares_its_modules_name() -> None:
     assert shared == []
 
 
-LONGEST = 300  # lines of a module
+LONGEST = 400  # lines of a module; none is cut in two for a counter
 
 
 def test_no_module_is_longer_than_a_reader_bears() -> None:
