@@ -21,28 +21,22 @@ __all__ = ["report_command"]
 
 @click.command("report", short_help="Answer from a study's trials, for any objective; a page of them.")
 @click.argument("study", type=FILE, metavar="STUDY")
-@click.argument("other", type=FILE, metavar="[OTHER]", required=False)
 @click.option("-o", "--output", type=FILE, metavar="F.html", help="Write a page that stands alone, instead of text.")
 @objective_options(None, "What is to be best. Default: what the study was last tuned for.")
-@click.option(
-    "--name", multiple=True, help="Which study, where the storage holds several; once for each. Default: the last."
-)
+@click.option("--name", help="Which study, where the storage holds several. Default: the last.")
 @json_option
 def report_command(
     study: str,
-    other: str | None,
     output: str | None,
     objective: str | None,
     least_speed: float | None,
-    name: tuple[str, ...],
+    name: str | None,
     as_json: bool,
 ) -> None:
     """Say which policy the trials of STUDY speak for, for any objective, without measuring again.
 
     STUDY is a study's folder, a database URL, or the TARGET that was tuned. Trials, comparisons and what the numerics
     gate said are read back; what rests on a single trial is said to, with the command that proves it.
-
-    With OTHER, both studies stand side by side: two GPUs, or two releases of PyTorch.
     """
     from amptune.errors import StudyError
     from amptune.policy.file_io import require_writable
@@ -53,13 +47,7 @@ def report_command(
 
     if output is not None:
         require_writable(output)
-    where, record = _recalled(study, *name[:1])
-    if other is not None:
-        first = _study_report(record, objective, least_speed)
-        _, later = _recalled(other, *name[1:2])
-        second = _study_report(later, objective, least_speed)
-        _tell_both(first, second, output, as_json=as_json)
-        return
+    where, record = _recalled(study, name)
     try:
         study_report = _study_report(record, objective, least_speed)
     except StudyError as error:
@@ -80,27 +68,6 @@ def report_command(
         click.echo(f"wrote {output}: {study_report.sentence}")
     else:
         print_study_report(study_report, sys.stdout)
-
-
-def _tell_both(first: StudyReport, second: StudyReport, output: str | None, *, as_json: bool) -> None:
-    """Says what differs between two studies: on a page, as JSON, or as text."""
-    from amptune.report.side_by_side import page_of_two, pairs_of, told_of_two
-    from amptune.report.terminal import print_two_studies
-
-    if output is not None:
-        write_page(page_of_two(first, second), output)
-    if as_json:
-        data = {
-            "output": output,
-            "studies": [_as_data(first), _as_data(second)],
-            "policies": [pair.as_dict() for pair in pairs_of(first, second)],
-            "findings": [finding.as_dict() for finding in told_of_two(first, second)],
-        }
-        print_json("amptune.reports/1", data)
-    elif output is not None:
-        click.echo(f"wrote {output}")
-    else:
-        print_two_studies(first, second, sys.stdout)
 
 
 def write_page(page: str, output: str) -> None:

@@ -51,7 +51,6 @@ _GROUPS = {
 )
 @click.option("--steps", type=click.IntRange(min=20), help="Training steps of a run. Default: 2000.")
 @click.option("--seeds", type=click.IntRange(min=3), help="Runs of each of the two. Default: 5.")
-@click.option("--report", type=FILE, metavar="F.html", help="Also write a page with the loss curves.")
 @click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @quiet_option
@@ -65,7 +64,6 @@ def verify_command(
     numerics: bool,
     steps: int | None,
     seeds: int | None,
-    report: str | None,
     budget: float | None,
     device: str | None,
     quiet: bool,
@@ -88,7 +86,7 @@ def verify_command(
     included, and so does what `evaluate` gives; buffers such as BatchNorm's are compared too. Else it does not, or
     amptune could not tell (1). The curves are kept in .amptune/TARGET/curves.jsonl. Ctrl-C answers from what there is.
     """
-    asked = {"--steps": steps, "--seeds": seeds, "--report": report}
+    asked = {"--steps": steps, "--seeds": seeds}
     alone = next((name for name, value in asked.items() if value is not None), None)
     if alone is not None and not numerics:
         raise click.BadParameter("is for --numerics only", param_hint=alone)
@@ -100,7 +98,7 @@ def verify_command(
     session.start_importing(target, device)
     if numerics:
         options = {"steps": steps or STEPS, "seeds": seeds or SEEDS, "device": device, "arguments": arguments}
-        return _long_look(session, policy, policy_file, target, report, quiet, as_json, budget or LONG_LOOK_S, options)
+        return _long_look(session, policy, policy_file, target, quiet, as_json, budget or LONG_LOOK_S, options)
     from amptune.report.terminal import print_verification
     from amptune.search.verification import verify
 
@@ -128,23 +126,17 @@ def _long_look(
     policy: str,
     policy_file: PolicyFile,
     target: str,
-    report: str | None,
     quiet: bool,
     as_json: bool,
     budget_s: float,
     options: Mapping[str, Any],
 ) -> int:
     """Trains in FP32 and under the policy, and prints whether the policy trains like FP32."""
-    from amptune.cli.report import write_page
-    from amptune.policy.file_io import require_writable
-    from amptune.report.long_look_page import page_of_look
     from amptune.report.terminal import print_long_look
     from amptune.search.numerics_verification import verify_numerics
     from amptune.search.request import place_of
 
     curves = place_of(None, target)[0] / "curves.jsonl"
-    if report is not None:
-        require_writable(report)
     time = session.budget(budget_s)
     with progress_unless(quiet, time) as observer:
         look = verify_numerics(
@@ -158,9 +150,6 @@ def _long_look(
         )
     if not as_json:
         print_long_look(look, str(curves), sys.stdout)
-    if report is not None:
-        write_page(page_of_look(look), report)
-        click.echo(f"report written to {report}", err=True)
     if as_json:  # last, so that stdout has this object or that of an error
         print_json("amptune.verify-numerics/1", {"file": policy, "curves": str(curves), **_as_long_data(look)})
     if look.interrupted:

@@ -13,7 +13,6 @@ from typing import Any, TypeGuard
 from typing_extensions import TypedDict
 
 from amptune.errors import FileFormatError, Problem
-from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.policy.settings import LossScale, Policy, amp_recipe
 
 __all__ = ["APEX_LEVELS", "BASELINES", "Evidence", "PolicyFile", "is_preset", "preset"]
@@ -81,13 +80,6 @@ class PolicyFile:
     valid_for: Mapping[str, str] = field(default_factory=dict, hash=False)
     evidence: Evidence = field(default_factory=Evidence, hash=False)
     origin: str = field(default="", compare=False)
-
-    def _repr_html_(self) -> str:
-        """Returns the file as a notebook shows it: settings, what they promise, and where that holds."""
-        told = {key: self.evidence.get(key) for key in ("speedup", "speedup_ci95", "step_ms", "confidence", "tuned_on")}
-        valid_for = [f"{label}: {value}" for label, value in self.valid_for.items()]
-        rows = {**settings_in_rows(self.policy), **told, "valid_for": valid_for}
-        return notebook_html(f"policy {self.name}" if self.name else "policy", rows)
 
 
 _PREFIX = "apex:"

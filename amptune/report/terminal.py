@@ -13,7 +13,6 @@ from amptune.report.answer import answer_of
 from amptune.report.hardware_facts import hardware_in_lines
 from amptune.report.important_findings import important, ranked
 from amptune.report.result_tables import ablation_table, claim_table, comparison_table, curves_table, pareto_table
-from amptune.report.side_by_side import told_of_two, two_tables
 from amptune.report.text_table import TextTable, wrapped
 from amptune.search.decide.study_report import StudyReport, command_of, findings_of
 
@@ -32,7 +31,6 @@ __all__ = [
     "print_hardware",
     "print_long_look",
     "print_study_report",
-    "print_two_studies",
     "print_verification",
 ]
 
@@ -121,15 +119,6 @@ def print_study_report(study_report: StudyReport, stream: TextIO) -> None:
         page.line(f"{len(study_report.failures)} of {len(record.trials)} trials failed: {words}")
     page.line()
     page.as_it_is(f"To measure it anew: {command_of(study_report)}")
-
-
-def print_two_studies(first: StudyReport, second: StudyReport, stream: TextIO) -> None:
-    """Prints what differs between two studies, and the speeds of the policies that ran in both."""
-    page = _Page(stream)
-    page.findings(told_of_two(first, second))
-    for table in two_tables(first, second):
-        page.line()
-        page.table(table)
 
 
 class _Page:

@@ -9,7 +9,6 @@ import torch
 
 from amptune.changes.layout import convert_batch
 from amptune.errors import PolicyApplyError
-from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.runtime.model_device import ModelDevice
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
@@ -88,12 +87,6 @@ class Tuned:
         count = len(self.findings)
         found = f", {count} finding{'' if count == 1 else 's'}" if count else ""
         return f"<Tuned: {self.policy} on {type(self._plain_model).__name__}{state}{found}>"
-
-    def _repr_html_(self) -> str:
-        """Returns the policy, the model's class and the findings as a notebook shows them."""
-        state = "" if self._active else ", undone"
-        title = f"policy on {type(self._plain_model).__name__}{state}"
-        return notebook_html(title, settings_in_rows(self.policy), self.findings)
 
     @property
     def findings(self) -> tuple[Finding, ...]:

@@ -209,19 +209,6 @@ def test_the_same_study_is_tuned_for_memory(folder: Path) -> None:
     assert json.loads(last.stdout)["least_speed"] == 0.5
 
 
-def test_two_studies_stand_side_by_side(folder: Path) -> None:
-    both = (".amptune/train.py-small", "train.py:small")
-    done = run("report", *both, folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert "are as fast in the second, within 10%" in done.stdout
-    assert "samples/s of what ran in both" in done.stdout
-    answer = json.loads(run("report", *both, "--json", "-o", "two.html", folder=folder).stdout)
-    assert answer["schema"] == "amptune.reports/1"
-    assert [study["objective"] for study in answer["studies"]] == ["throughput", "throughput"]
-    assert all(pair["ratio"] == 1.0 for pair in answer["policies"])
-    assert Text((folder / "two.html").read_text()).headings[0].count("resnet50") == 2
-
-
 def test_a_study_whose_baseline_failed_gets_a_page_and_no_answer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKLOADS)
     out_of_memory = Machine(interfere=lambda _: Failure(kind="oom", message="no memory"))

@@ -22,7 +22,6 @@ from amptune.report.markup import interval, memory, number, times
 from amptune.report.module_map import grouped, kept_by
 from amptune.report.page import page_of, page_without_answer
 from amptune.report.plot import HEIGHT, LINE, Axis, Bar, ChartMark, axis_for, bars, scatter
-from amptune.report.side_by_side import page_of_two, pairs_of, told_of_two
 from amptune.report.study_files import LongCurve, StudyFiles
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
 from amptune.search.sampler.records import GateRecord
@@ -348,29 +347,6 @@ def test_figures_have_few_digits_and_their_unit() -> None:
     assert [memory(value) for value in (None, 720.0, 2048.0)] == ["", "720 MiB", "2.0 GiB"]
     same = Ratio(value=1.0, low=1.0, high=1.0)
     assert (times(same), interval(same), times(None)) == ("1×", "", "")
-
-
-def test_two_studies_say_which_policies_became_slower() -> None:
-    slow = tuple(
-        replace(trial, outcome=took(33.0, 700.0)) if trial.policy == BF16 else trial for trial in record().trials
-    )
-    first, second = study_report(), study_report_of(record(trials=slow), THROUGHPUT)
-    assert pairs_of(first, second)[0].policy == BF16
-    assert str(told_of_two(first, second)[0]) == "bf16 is 4.12 times slower in the second study"
-    page = Page(page_of_two(first, second))
-    assert page.open == []
-    assert page.sections == ["told", "facts", "speeds"]
-    assert [finding.code for finding in told_of_two(first, first)] == ["as-fast"]
-
-
-def test_studies_that_have_nothing_in_common_say_so() -> None:
-    other = replace(TUNING, workload="other", batch_size=64, baseline=BF16)
-    trials = tuple(replace(trial, policy=BF16) for trial in record().trials[1:2])
-    second = study_report_of(record(tunings=(other,), trials=trials, judged=()), THROUGHPUT)
-    first = study_report_of(record(trials=record().trials[:1], judged=()), THROUGHPUT)
-    codes = [finding.code for finding in told_of_two(first, second)]
-    assert codes == ["other-workload", "other-batch-size", "nothing-common"]
-    assert "No policy ran in both." in page_of_two(first, second)
 
 
 def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_study_read_back_too() -> None:

@@ -16,7 +16,6 @@ import pytest
 from studies import compared, modules, record, rich, thousands
 
 from amptune.report.page import page_of, page_without_answer
-from amptune.report.side_by_side import page_of_two
 from amptune.report.study_files import StudyFiles
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
 from amptune.search.sampler.records import StudyRecord
@@ -66,7 +65,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "the baseline alone": lambda: of(record(trials=record().trials[:1], judged=())),
     "everything failed": lambda: page_without_answer(record(trials=record().trials[-1:]), "the baseline failed"),
     "500 trials": lambda: of(thousands(500)),
-    "two studies": lambda: page_of_two(*(study_report_of(one, THROUGHPUT) for one in (record(), rich()))),
     "the example in the docs": lambda: EXAMPLE.read_text(encoding="utf-8"),
 }
 SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "course", "batch", "findings"]
@@ -79,7 +77,7 @@ def test_the_page_can_be_read(tmp_path: Path, name: str, width: int, dark: bool)
     found = seen(PAGES[name](), tmp_path, width, dark=dark)
     assert found["console"] == []
     assert found["requests"] == []
-    assert found["sections"] == (["told", "facts", "speeds"] if name == "two studies" else SECTIONS)
+    assert found["sections"] == SECTIONS
     assert found["isDark"] is dark
     assert found["scrolls"] == width
     assert found["wide"] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import LossCurve
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.report.long_look_page import page_of_look
 from amptune.report.progress import describe
 from amptune.search.events import Event
 from amptune.search.gate.long_look import LongLook
@@ -268,16 +266,3 @@ def test_fp32_that_fails_is_an_error_whose_own_code_is_told_apart(tmp_path: Path
 def test_another_machine_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(HardwareMismatchError):
         verified(tmp_path, labels={"nvidia.com/gpu.product": "NVIDIA-A100"})
-
-
-def test_the_page_shows_the_curves_of_both_and_the_figures() -> None:
-    page = page_of_look(look(1.3))
-    drawn = re.findall(r'<g class="(line [a-z0-9 ]+)">', page)
-    assert drawn == [*["line fp32"] * 5, *["line policy"] * 5, "line fp32 mean", "line policy mean"]
-    assert "does not train like FP32" in page
-    assert "<td>not like FP32</td>" in page
-
-
-def test_a_page_without_curves_says_why() -> None:
-    assert "<svg" not in page_of_look(look(seeds=0))
-    assert "an answer needs 3 seeds (trained: 0)" in page_of_look(look(seeds=0))

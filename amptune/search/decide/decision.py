@@ -10,13 +10,11 @@ from typing import Any, cast
 from amptune.hardware.machine import Hardware
 from amptune.measure.results.subject import Subject
 from amptune.policy.findings import Finding
-from amptune.policy.html_table import notebook_html, settings_in_rows
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.decide.pareto import ParetoPoint
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.contenders import Contender
-from amptune.search.table.gains import gain_in_words
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
@@ -72,25 +70,6 @@ class Decision:
         evidence = self.policy_file.evidence.copy()
         evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in new)]
         return replace(self, findings=(*self.findings, *new)).with_evidence(in_order(evidence))
-
-    def _repr_html_(self) -> str:
-        """Returns the decision as a notebook shows it: the policy, its gain, how sure that is, and all findings."""
-        verdict = self.verdict
-        kept = "none: no policy was shown to be better than the baseline"
-        ms = (verdict.winner.step_ms, verdict.baseline.step_ms)
-        return notebook_html(
-            f"{self.subject.name} on {self.hardware.name}",
-            {
-                **settings_in_rows(self.policy),
-                "gain": kept
-                if verdict.keeps_the_baseline
-                else gain_in_words(verdict.objective, verdict.gain, verdict.speedup),
-                "confidence": f"{verdict.confidence}{', provisional' if self.provisional else ''}",
-                "ms/step": None if None in ms else f"{ms[0]:.3f}, of the baseline {ms[1]:.3f}",
-                "measured": f"{len(self.trials)} trials in {self.seconds:.0f} s",
-            },
-            self.findings,
-        )
 
     @property
     def speedup(self) -> Ratio:
