@@ -174,10 +174,10 @@ def break_all(asked: Sequence[places.Place], tree: Path, data: Path, out: Path) 
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-        for number, place in enumerate(asked[len(done) :], len(done)):
+        for at, place in enumerate(asked[len(done) :], len(done)):
             started = time.monotonic()
             became = became_of(place, copy, tests, seconds)
-            row = {"number": number, "became": became, "seconds": round(time.monotonic() - started), **place.row()}
+            row = {"at": at, "became": became, "seconds": round(time.monotonic() - started), **place.row()}
             done.append(row)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
