@@ -181,9 +181,7 @@ def break_all(asked: Sequence[places.Place], tree: Path, data: Path, out: Path) 
             done.append(row)
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(
-                f"{number:4} {became:8} {place.file} {place.function}: {place.old!r} -> {place.new!r}"[:180], flush=True
-            )
+            print(f"{at:4} {became:8} {place.file} {place.function}: {place.old!r} -> {place.new!r}"[:180], flush=True)
     print(dict(Counter(row["became"] for row in done)))
 
 
