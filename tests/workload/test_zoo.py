@@ -25,7 +25,7 @@ SMALL: dict[str, dict[str, int]] = {
     "digits": {},
 }
 # As published for the first two; the sources stand in the modules.
-PARAMETERS = {"resnet50": 25_557_032, "bert_base": 109_514_298, "digits": 123_170}
+PARAMETERS = {"resnet50": 25_557_032, "bert_base": 109_514_298, "digits": 122_778}
 BATCHES: dict[str, tuple[int, tuple[tuple[int, ...], ...]]] = {
     "resnet50": (128, ((3, 224, 224), ())),
     "bert_base": (16, ((512,), (512,))),
