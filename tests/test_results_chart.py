@@ -76,7 +76,9 @@ def test_the_picture_in_docs_is_what_the_program_draws_and_its_bars_are_as_long_
     speeds = [result.speeds for result in chart.results()]
     longest = max(one["amptune"] for one in speeds)
     for name in chart.CONTENDERS:
-        bars = [bar for bar in svg.iter("{http://www.w3.org/2000/svg}rect") if bar.get("class") == name.replace(" ", "-")]
+        bars = [
+            bar for bar in svg.iter("{http://www.w3.org/2000/svg}rect") if bar.get("class") == name.replace(" ", "-")
+        ]
         lengths = sorted(float(bar.get("width")) for bar in bars if bar.get("x") == str(chart.LEFT))
         wanted = sorted(one[name] / longest * (chart.RIGHT - chart.LEFT) for one in speeds)
         assert lengths == pytest.approx(wanted, abs=0.1)
