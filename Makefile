@@ -6,7 +6,7 @@
 # make frozen        holds what amptune does against what was recorded (tests/frozen)
 #
 # Override on the command line:
-#   make tune WORKLOAD=bert_base BUDGET=300s      (names: amptune/workload/zoo)
+#   make tune WORKLOAD=bert_base BUDGET=300s      (resnet50, bert_base or digits)
 #   make tune FORCE=1               (replace a policy.yaml of another workload, or one that was edited)
 #   make test TORCH=torch==2.11.0 PYTHON=python3.12
 #   make test CONSTRAINTS=          (without the tested versions, if they do not fit that torch or Python)

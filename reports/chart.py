@@ -39,7 +39,7 @@ NAMES = {
     "bert_base": ("BERT-base", "512 tokens"),
     "gpt2": ("GPT-2", "1024 tokens"),
 }
-# The names with a star: their steps wait for the host, which was slow and noisy (README.md here, "search").
+# The names with a star: their steps wait for the host, which was slow and noisy (README.md here, "h200/rivals").
 HOST_BOUND = {workload for workload, (name, _) in NAMES.items() if name.endswith("*")}
 
 # In the viewBox's units. A phone shows the picture at 0.42 of its size, so letters are large; columns have room for

@@ -1,22 +1,22 @@
-"""amptune and pytorch-autotune on models outside the zoo: how fast is a plain training loop behind each, by budget?
+"""amptune and pytorch-autotune on models of libraries: how fast is a plain training loop behind each, by budget?
 
     pip install pytorch-autotune==2.0.0 torchvision timm transformers
     python reports/foreign.py --out reports/NAME --limit 570 --lanes 2 --budget 120
     python reports/foreign.py --out reports/NAME --plan unruly --limit 570 --lanes 2
     python reports/foreign.py --out reports/NAME --table
 
-Goes through a plan of `foreign_table.py`: `foreign`, `zoo` or `unruly`. For each budget and model, with empty caches
+Goes through a plan of `foreign_table.py`: `foreign`, `first` or `unruly`. For each budget and model, with empty caches
 of torch.compile for each tuning: `amptune.tune`, three times for an unruly model; for a foreign one pytorch-autotune,
 once a model, since a result serves every budget that its search ended within; with 300 s an exhaustive grid of dtype ×
 layout × torch.compile, and the fused optimizer with its fastest three. Then the README's loop (`plain_loop.py`) trains
 by stock PyTorch, the AMP recipes, amptune's policies, pytorch-autotune's own step, the policy nearest to its choice,
-the grid's fastest, and for the zoo the policy in reports/: in turn, in launches of fresh processes. Unruly models train
+the grid's fastest, and for `first` the policy in reports/: in turn, in launches of fresh processes. Unruly models train
 for hundreds of steps, all of which count.
 
 Appends a line to OUT/MODEL.jsonl as each is done, and does nothing that stands there again. Starts nothing that is not
 expected to end within `--limit`; the next command goes on. With several lanes as many models are worked on at once,
 each lane with a GPU and a share of the CPU cores; caches of torch.compile are those of a model. A MODEL is a name, or a
-target like train.py:workload. `--course` then also trains under each policy that was the best while a tuner ran.
+target like train.py:workload.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from foreign_parts import Work, do, expected_s, missing, search_by_autotune  # beside this program
-from foreign_table import MODELS, PLANS, UNRULY, Evidence, Plan, table
+from foreign_table import BUNDLED, FIRST, MODELS, PLANS, UNRULY, Evidence, Plan, table
 from lanes import EARLIER_S, Job, end_with_parent, lanes_of, run
 from plain_loop import LimitReachedError
 from unruly_table import is_unruly, unruly_table
 
 from amptune.search.plan.budget import Budget
-from amptune.workload.zoo import NAMES
 
 UNASKED_BUDGET_S = 120.0
 # Of a part that the limit ended.
@@ -80,7 +79,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default=None)
     parser.add_argument("--caches", type=Path, help="where torch.compile keeps what it made, for the launches")
     parser.add_argument("--no-autotune", action="store_true", help="leave pytorch-autotune out")
-    parser.add_argument("--course", action="store_true", help="also train under what was best on the way")
     parser.add_argument("--table", action="store_true", help="only print the table of what is in OUT")
     parser.add_argument("--only-autotune", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -102,7 +100,6 @@ def works_of(arguments: argparse.Namespace) -> list[Work]:
             device=arguments.device,
             launches=arguments.launches,
             caches=arguments.caches or Path(tempfile.gettempdir()) / "amptune-foreign",
-            course=arguments.course,
         )
         for budget_s, model in planned(plan, arguments.models, arguments.budget)
     ]
@@ -111,7 +108,7 @@ def works_of(arguments: argparse.Namespace) -> list[Work]:
 def planned(plan: Plan, models: Sequence[str], budget_s: float | None) -> list[tuple[float, str]]:
     """Returns (budget, model) in the plan's order, then targets that are not in it."""
     jobs = [(seconds, model) for seconds, names in plan.jobs for model in names]
-    own = [model for model in models if model not in (*MODELS, *NAMES, *UNRULY)]
+    own = [model for model in models if model not in (*MODELS, *FIRST, *UNRULY)]
     chosen = [
         (seconds, model)
         for seconds, model in jobs
@@ -121,10 +118,12 @@ def planned(plan: Plan, models: Sequence[str], budget_s: float | None) -> list[t
 
 
 def target_of(model: str) -> str:
-    for models, file in ((MODELS, "foreign_models.py"), (UNRULY, "unruly_models.py")):
+    if model in BUNDLED:
+        return f"amptune.workload.zoo:{model}"
+    for models, file in ((MODELS, "foreign_models.py"), (FIRST, "first_models.py"), (UNRULY, "unruly_models.py")):
         if model in models:
             return f"{Path(__file__).resolve().with_name(file)}:{model}"
-    return f"amptune.workload.zoo:{model}" if model in NAMES else model
+    return model
 
 
 def measure_all(works: Sequence[Work], arguments: argparse.Namespace) -> None:
@@ -150,7 +149,6 @@ def measure_all(works: Sequence[Work], arguments: argparse.Namespace) -> None:
 def job_of(work: Work, part: str, arguments: argparse.Namespace) -> Job:
     told = ["--out", arguments.out, "--plan", arguments.plan, "--budget", work.budget_s, "--caches", work.caches]
     told += ["--device", arguments.device] if arguments.device else []
-    told += ["--course"] if arguments.course else []
     told += ["--tunings", arguments.tunings] if arguments.tunings else []
     # pytorch-autotune's result may serve other budgets: of one model, it runs once at a time
     what = part if part == "pytorch-autotune" else f"{work.budget_s:g} s, {part}"

@@ -26,34 +26,30 @@ _LLAMA_VOCABULARY, _T5_VOCABULARY = 32000, 32128
 
 def swin_t() -> Workload:
     """Attention in shifted windows (Liu et al., 2021, arXiv:2103.14030)."""
-    return replace(_images("swin_t", partial(_torchvision, "swin_t"), batch_size=128), optimizer=adamw)
+    return replace(_images("swin_t", partial(torchvision_model, "swin_t"), batch_size=128), optimizer=adamw)
 
 
 def convnext_tiny() -> Workload:
     """Depthwise 7×7 convolutions and LayerNorm (Liu et al., 2022, arXiv:2201.03545)."""
-    return replace(_images("convnext_tiny", partial(_torchvision, "convnext_tiny"), batch_size=128), optimizer=adamw)
+    return replace(
+        _images("convnext_tiny", partial(torchvision_model, "convnext_tiny"), batch_size=128), optimizer=adamw
+    )
 
 
 def efficientnet_v2_s() -> Workload:
     """Depthwise convolutions with squeeze and excitation (Tan and Le, 2021, arXiv:2104.00298)."""
-    return _images("efficientnet_v2_s", partial(_torchvision, "efficientnet_v2_s"), batch_size=128)
+    return _images("efficientnet_v2_s", partial(torchvision_model, "efficientnet_v2_s"), batch_size=128)
 
 
 def regnet_y_3_2gf() -> Workload:
     """Grouped convolutions (Radosavovic et al., 2020, arXiv:2003.13678)."""
-    return _images("regnet_y_3_2gf", partial(_torchvision, "regnet_y_3_2gf"), batch_size=128)
+    return _images("regnet_y_3_2gf", partial(torchvision_model, "regnet_y_3_2gf"), batch_size=128)
 
 
 def vit_small_patch16_224() -> Workload:
     """A vision transformer from timm (Dosovitskiy et al., 2020, arXiv:2010.11929)."""
-
-    def model() -> nn.Module:
-        import timm  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
-
-        built: nn.Module = timm.create_model("vit_small_patch16_224", pretrained=False)
-        return built
-
-    return replace(_images("vit_small_patch16_224", model, batch_size=256), optimizer=adamw)
+    name = "vit_small_patch16_224"
+    return replace(_images(name, partial(timm_model, name), batch_size=256), optimizer=adamw)
 
 
 def r3d_18() -> Workload:
@@ -118,10 +114,17 @@ def t5_base() -> Workload:
     return text("t5_base", model, _translated, batch_size=16)
 
 
-def _torchvision(name: str) -> nn.Module:
+def torchvision_model(name: str, **options: Any) -> nn.Module:
     from torchvision import models  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
 
-    built: nn.Module = models.get_model(name, weights=None)
+    built: nn.Module = models.get_model(name, weights=None, **options)
+    return built
+
+
+def timm_model(name: str, **options: Any) -> nn.Module:
+    import timm  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
+
+    built: nn.Module = timm.create_model(name, pretrained=False, **options)
     return built
 
 
@@ -140,7 +143,7 @@ def text(name: str, model: Callable[[], nn.Module], batch: Callable[[int], Any],
         model=model,
         batch=batch,
         loader=partial(in_memory, batch=batch),
-        loss=_own_loss,
+        loss=own_loss,
         optimizer=adamw,
         batch_size=batch_size,
     )
@@ -158,7 +161,7 @@ def _translated(n: int) -> dict[str, Tensor]:
     }
 
 
-def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Returns the loss that a model of transformers computes if it is given labels."""
     loss: Tensor = model(**batch).loss
     return loss

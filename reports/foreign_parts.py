@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune import AUTOTUNE_MORE_S, Bridged, answer_of, policy_of_autotune  # beside this program
-from foreign_table import FASTEST, WITH_GRID, ZOO, Evidence, Line, Plan, mean_ms, name_of, ran
+from foreign_table import FASTEST, FIRST, WITH_GRID, Evidence, Line, Plan, mean_ms, name_of, ran
 from plain_loop import Arm, batches, compile_caches, device_or_default, in_turn
 
 import amptune
@@ -34,7 +33,7 @@ TUNING_MORE_S = 20.0
 # What a launch of all arms and a group of the grid are expected to take before one of this model was seen.
 LAUNCH_S, LONG_LAUNCH_S, GROUP_S, LONGER = 120.0, 240.0, 180.0, 1.2
 AT_ONCE = max(1, min(6, len(os.sched_getaffinity(0)) // 2))
-# Policies that were found for the zoo before.
+# Policies that were found before for the models that amptune was developed with.
 REPORTED = Path(__file__).resolve().parent / "h200" / "rivals"
 
 
@@ -50,7 +49,6 @@ class Work:
     device: str | None
     launches: int
     caches: Path
-    course: bool
 
     def caches_of(self, name: str) -> Path:
         return self.caches / self.evidence.model / name
@@ -66,7 +64,7 @@ class Work:
 
 
 def missing(work: Work) -> list[str]:
-    """Returns the parts that may begin now: both tuners and the grid, then the launches, then the course."""
+    """Returns the parts that may begin now: both tuners and the grid, then the launches."""
     evidence, budget_s = work.evidence, work.budget_s
     tuned = {line.get("tuning", 0) for line in evidence.of("amptune", budget_s)}
     autotunes = work.plan.autotune and budget_s >= AUTOTUNE_BUDGET_S and evidence.autotune(budget_s) is None
@@ -74,8 +72,7 @@ def missing(work: Work) -> list[str]:
     found += [f"amptune {tuning}" for tuning in range(work.plan.tunings) if tuning not in tuned]
     found += ["grid"] if missing_of_grid(work) else []
     launched = {line["launch"] for line in evidence.of("launch", budget_s)}
-    found = found or [f"launch {launch}" for launch in range(work.launches) if launch not in launched]
-    return found or (["course"] if missing_of_course(work) else [])
+    return found or [f"launch {launch}" for launch in range(work.launches) if launch not in launched]
 
 
 def expected_s(work: Work, part: str) -> float:
@@ -97,10 +94,8 @@ def do(work: Work, part: str) -> bool:
             return autotuned(work)
         case "grid":
             return grid_measured(work)
-        case "launch":
-            return launched(work, int(number))
         case _:
-            return in_groups(work, "course", missing_of_course(work))
+            return launched(work, int(number))
 
 
 # --- the two tuners ------------------------------------------------------------------------------------------------
@@ -225,22 +220,16 @@ def search_by_autotune(target: str, budget_s: float, device: str | None, answer:
 
 
 def grid_measured(work: Work) -> bool:
-    """Trains by every policy of the grid, once, and by its fastest with the fused optimizer."""
+    """Trains by every policy of the grid, once, and by its fastest with the fused optimizer.
+
+    Some train beside one another. Returns whether time was left for all of them.
+    """
     while policies := missing_of_grid(work):
-        if not in_groups(work, "grid", policies):
+        if work.limit.left_s < expected_s(work, "grid"):
             return False
-    return True
-
-
-def in_groups(work: Work, what: str, policies: Sequence[Policy]) -> bool:
-    """Trains by each policy once, some of them beside one another; returns whether time was left for all of them."""
-    for first in range(0, len(policies), AT_ONCE):
-        if work.limit.left_s < expected_s(work, what):
-            return False
-        group = policies[first : first + AT_ONCE]
-        arms = [Arm(names=(what,), policy=policy, caches=work.caches_of("plain")) for policy in group]
+        arms = [Arm(names=("grid",), policy=policy, caches=work.caches_of("plain")) for policy in policies[:AT_ONCE]]
         for row in work.in_turn(arms):
-            work.evidence.add(what, row)
+            work.evidence.add("grid", row)
     return True
 
 
@@ -299,7 +288,7 @@ def arms_of(work: Work) -> list[Arm]:
     theirs = work.caches_of("pytorch-autotune")
     if autotune and config:
         found.append(("pytorch-autotune", policy_of_autotune(config, fused=autotune["fused"]), theirs))
-    if (reported := REPORTED / f"{evidence.model}.json").exists() and evidence.model in ZOO:
+    if (reported := REPORTED / f"{evidence.model}.json").exists() and evidence.model in FIRST:
         found.append(("reports", policy_from_dict(json.loads(reported.read_text())["amptune"]["policy"]), plain))
     if work.budget_s == GRID_BUDGET_S:
         found += [(f"grid {i}", policy, plain) for i, policy in enumerate(fastest_of_grid(evidence), start=1)]
@@ -309,27 +298,3 @@ def arms_of(work: Work) -> list[Arm]:
         same = [(name, caches) for name, other, caches in found if other == policy]
         arms.append(Arm(names=tuple(name for name, _ in same), policy=policy, caches=same[0][1]))
     return arms + ([Arm(names=("its own step",), config=config, caches=theirs)] if config else [])
-
-
-def missing_of_course(work: Work) -> list[Policy]:
-    """Returns the policies that were a tuner's best so far and were not trained by yet, if they are asked for."""
-    if not work.course:
-        return []
-    done = {policy_from_dict(line["policy"]) for line in work.evidence.of("course")}
-    best = dict.fromkeys(policy for _, _, policy in best_so_far(work.evidence, work.budget_s))
-    return [policy for policy in best if policy not in done]
-
-
-def best_so_far(evidence: Evidence, budget_s: float) -> Iterator[tuple[str, float, Policy]]:
-    """Yields (tuner, seconds, policy) whenever a tuner measured one faster than all before."""
-    for line in evidence.of("amptune", budget_s):
-        best_ms = math.inf
-        for entry in line["course"]:
-            if (entry.get("ms") or math.inf) < best_ms:
-                best_ms = entry["ms"]
-                yield "amptune", entry["at_s"], policy_from_dict(entry["policy"])
-    autotune, best_ms = evidence.autotune(budget_s) or {}, math.inf
-    for trial in autotune.get("report", {}).get("trials", ()):
-        if (trial["ms_per_step"] or math.inf) < best_ms:
-            best_ms, fused = trial["ms_per_step"], trial["config"]["fused_opt"] and autotune["fuses"]
-            yield "pytorch-autotune", trial.get("at_s", math.nan), policy_of_autotune(trial["config"], fused=fused)

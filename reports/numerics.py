@@ -50,24 +50,12 @@ from amptune.search.gate.judgement import judged
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import cure_of
 from amptune.search.plan.budget import Budget
-from amptune.workload.targets import load_workload, parse_target
+from amptune.workload import zoo
 from amptune.workload.workload import Workload
 
 OF_PACKAGES = ("packages", "others", "later", "full_size")
 HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
 KINDS = ("faults", "healthy", *OF_PACKAGES, "zoo")
-ZOO = (
-    "conv1",
-    "mlp3",
-    "resnet18",
-    "resnet50",
-    "vgg16",
-    "densenet161",
-    "seresnext50",
-    "deeplabv3plus",
-    "bert_base",
-    "gpt2",
-)
 ZOO_POLICIES = (
     amp_recipe("bf16"),
     amp_recipe("fp16"),
@@ -144,7 +132,7 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
             models = dict(list(package_models.MODELS[kind].items())[chosen])
             yield from ((kind, row) for row in _healthy(device, models, getattr(options, kind)))
     if options.zoo is not None:
-        yield from (("zoo", row) for row in _zoo(device, (options.zoo or ZOO)[chosen]))
+        yield from (("zoo", row) for row in _zoo(device, (options.zoo or zoo.NAMES)[chosen]))
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -218,8 +206,7 @@ def _healthy(
 
 def _zoo(device: torch.device, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     for name in names:
-        workload = load_workload(parse_target(f"amptune.workload.zoo:{name}"))
-        yield from _judgements(name, Bench(workload, device), ZOO_POLICIES)
+        yield from _judgements(name, Bench(zoo.workload(name), device), ZOO_POLICIES)
 
 
 def _judgements(name: str, bench: Bench, policies: Sequence[Policy], **more: Any) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from foreign_models import own_loss, timm_model  # beside this program
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
 
@@ -42,14 +43,10 @@ def mobilenet() -> Workload:
 
 
 def _pictures(name: str, optimizer: Callable[[nn.Module], torch.optim.Optimizer], batch_size: int) -> Workload:
-    def model() -> nn.Module:
-        import timm  # type: ignore[import-not-found,unused-ignore]  # no dependency of amptune
-
-        built: nn.Module = timm.create_model(name, pretrained=False)
-        return built
-
     batch = partial(labelled_images, side=SIDE, classes=CLASSES)
-    return Workload(model=model, batch=batch, loss=cross_entropy, optimizer=optimizer, batch_size=batch_size)
+    return Workload(
+        model=partial(timm_model, name), batch=batch, loss=cross_entropy, optimizer=optimizer, batch_size=batch_size
+    )
 
 
 class Residual(nn.Module):
@@ -197,7 +194,7 @@ def distilbert() -> Workload:
         words = torch.randint(1000, 30000, (n, 128)) * kept
         return {"input_ids": words, "attention_mask": kept.long(), "labels": torch.randint(2, (n,))}
 
-    return Workload(model=model, batch=batch, loss=_own_loss, optimizer=adamw, batch_size=32)
+    return Workload(model=model, batch=batch, loss=own_loss, optimizer=adamw, batch_size=32)
 
 
 def qwen() -> Workload:
@@ -217,7 +214,7 @@ def qwen() -> Workload:
         words = torch.randint(32000, (n, 512))
         return {"input_ids": words, "labels": words}
 
-    return Workload(model=model, batch=batch, loss=_own_loss, optimizer=adamw, batch_size=8)
+    return Workload(model=model, batch=batch, loss=own_loss, optimizer=adamw, batch_size=8)
 
 
 def wav2vec() -> Workload:
@@ -232,12 +229,7 @@ def wav2vec() -> Workload:
     def batch(n: int) -> dict[str, Tensor]:
         return {"input_values": torch.randn(n, 48000), "labels": torch.randint(1, 32, (n, 30))}
 
-    return Workload(model=model, batch=batch, loss=_own_loss, optimizer=adamw, batch_size=8)
-
-
-def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**batch).loss
-    return loss
+    return Workload(model=model, batch=batch, loss=own_loss, optimizer=adamw, batch_size=8)
 
 
 class Separator(nn.Module):

@@ -4,14 +4,11 @@
     amptune tune reports/parity.py:sources -o sources.yaml
     python reports/parity.py --policy sources=sources.yaml --policy digits=digits.yaml --out reports/numerics/parity
     python reports/parity.py --models lcnet_050 --precisions FP32 bf16 --out reports/numerics/parity/refused
-    python reports/parity.py --models vgg16 --precisions O0 O1 O2 O3 --policy vgg16=vgg16.yaml --steps 330 --costs
 
 `digits`: the bundled network on the handwritten digits that scikit-learn ships; share of the held-out fifth that is
 recognized. `sources`: a small language model of bytes, on the sources of Python's standard library; nats per byte of
-modules it has not seen. `vgg16`, `densenet161` and `seresnext50` are the zoo's, of CIFAR's shape, on the digits. Any
-other name is one of `package_models.py`, of whose 2,000 steps the mean loss of the last tenth stands in the table: its
-batches are all new. O0 to O3 are the levels of NVIDIA's Apex; with `--costs` each step is timed before it trains, for a
-table of minutes an epoch and of memory.
+modules it has not seen. Any other name is one of `package_models.py`, of whose 2,000 steps the mean loss of the last
+tenth stands in the table: its batches are all new. O0 to O3 are the levels of NVIDIA's Apex.
 
 Each seed has its own initial weights, data order and dropout, and they are the same in each precision. A run is not
 stopped early. OUT.json has a row for each run as it ends, with the loss curve (the means of 60 stretches); the table
@@ -28,8 +25,7 @@ import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,17 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from unruly_modules import blocks  # beside this program
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.loop.long_training import train_long
-from amptune.measure.results.outcome import Effort, Failure
 from amptune.policy.file_io import load
 from amptune.policy.policy_file import APEX_LEVELS
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.workload.workload import Workload
-from amptune.workload.zoo import workload
-from amptune.workload.zoo.gpt import Block
 from amptune.workload.zoo.handwriting import digits
 from amptune.workload.zoo.recipes import adamw
 
@@ -55,9 +49,6 @@ STEPS = {"digits": 660, "sources": 3000}  # 30 epochs of the digits; the loss of
 STEPS_OF_PACKAGES = 2000
 PRECISIONS = {"FP32": STOCK, "fp16": amp_recipe("fp16"), "bf16": amp_recipe("bf16"), **APEX_LEVELS}
 USUAL = ("FP32", "fp16", "bf16")
-ON_DIGITS = ("vgg16", "densenet161", "seresnext50")
-# Images of an epoch of CIFAR-10.
-EPOCH = 50_000
 WIDTH, LAYERS, CONTEXT, BATCH = 256, 4, 128, 32
 # The share of the modules that is held out, and the bytes of them that are rated.
 HELD_OUT, RATED = 0.1, 64
@@ -71,7 +62,7 @@ class Sources(nn.Module):
         super().__init__()
         self.byte = nn.Embedding(256, WIDTH)
         self.position = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS)))
+        self.blocks = blocks(WIDTH, LAYERS, causal=True)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256)
 
@@ -93,36 +84,7 @@ def sources() -> Workload:
     )
 
 
-class Coloured(nn.Module):
-    """A model of colour images, given gray ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, gray: Tensor) -> Any:
-        return self.model(gray.expand(-1, 3, -1, -1))
-
-
-def on_digits(name: str) -> Workload:
-    """Returns a model of the zoo that learns the digits, each in three equal colours."""
-    gray = digits()
-
-    def batch(n: int) -> tuple[Tensor, Tensor]:
-        images, labels = gray.batch(n)
-        return images.expand(-1, 3, -1, -1).contiguous(), labels
-
-    def evaluate(model: nn.Module) -> float:
-        return gray.evaluate(Coloured(model))  # type: ignore[misc]  # the digits have it
-
-    return replace(workload(name), batch=batch, loader=None, evaluate=evaluate)
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    "digits": digits,
-    "sources": sources,
-    **{name: partial(on_digits, name) for name in ON_DIGITS},
-}
+WORKLOADS: dict[str, Callable[[], Workload]] = {"digits": digits, "sources": sources}
 
 
 @cache
@@ -166,7 +128,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0, metavar="N")
     parser.add_argument("--steps", type=int, help="fewer, to see that it works")
-    parser.add_argument("--costs", action="store_true", help="time each precision's step too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--summary", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--out", type=Path)
@@ -178,7 +139,7 @@ def main() -> None:
         for row in _runs(options):
             rows.append(row)
             _write(options, rows)
-    print("\n".join([*table_of(rows), *costs_of(rows)]))
+    print("\n".join(table_of(rows)))
 
 
 def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -191,8 +152,7 @@ def _runs(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for seed in range(options.first_seed, options.first_seed + options.seeds):
             bench = Bench(_workload_of(model), device, seed=seed)
             for name, policy in policies.items():
-                costs = _costs(bench, policy) if options.costs and seed == options.first_seed else {}
-                row = costs | _run(bench, policy, options.steps or STEPS.get(model, STEPS_OF_PACKAGES), seed)
+                row = _run(bench, policy, options.steps or STEPS.get(model, STEPS_OF_PACKAGES), seed)
                 print(f"{model}, seed {seed}, {name}: {row.get('evaluated', row.get('failure'))}", flush=True)
                 yield {"model": model, "precision": name, "settings": str(policy), "seed": seed, **row}
 
@@ -203,17 +163,6 @@ def _workload_of(model: str) -> Workload:
     from package_models import MODELS  # beside this program; it needs the packages
 
     return {**MODELS["packages"], **MODELS["others"]}[model]
-
-
-def _costs(bench: Bench, policy: Policy) -> dict[str, float]:
-    outcome = bench.measure(policy, Effort(warmup_s=1.0, measure_s=2.0))
-    if isinstance(outcome, Failure):
-        return {}
-    return {
-        "step_ms": statistics.mean(outcome.step_ms),
-        "samples": bench.workload.batch_size,
-        "peak_mib": outcome.peak_allocated_mib,
-    }
 
 
 def _run(bench: Bench, policy: Policy, steps: int, seed: int) -> dict[str, Any]:
@@ -255,20 +204,6 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         of_model = [row for row in rows if row["model"] == model]
         cells = [_cell([row for row in of_model if row["precision"] == name]) for name in precisions]
         yield f"| {model} | {' | '.join(cells)} | {len({row['seed'] for row in of_model})} |"
-
-
-def costs_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of a table of minutes an epoch of CIFAR-10 and of peak memory, for the rows that were timed."""
-    timed = [row for row in rows if "step_ms" in row]
-    if not timed:
-        return
-    yield ""
-    yield "| model | precision | settings | ms a step | minutes an epoch | peak MiB |"
-    yield "|---" * 6 + "|"
-    for row in timed:
-        minutes = row["step_ms"] * EPOCH / row["samples"] / 60_000
-        figures = f"{row['step_ms']:.2f} | {minutes:.3f} | {row['peak_mib']:.0f}"
-        yield f"| {row['model']} | {row['precision']} | {row['settings']} | {figures} |"
 
 
 def _cell(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -17,10 +17,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from foreign_models import own_loss  # beside this program
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
-from unruly_modules import (  # beside this program
+from unruly_modules import (
     IMAGE_CLASSES,
     TOPICS,
     Decoder,
@@ -81,16 +82,10 @@ def layers_dropped(*, tiny: bool = False) -> Workload:
         model=model,
         batch=spoken,
         loader=partial(in_memory, batch=spoken),
-        loss=_own_loss,
+        loss=own_loss,
         optimizer=adamw,
         batch_size=2 if tiny else 8,
     )
-
-
-def _own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Returns the loss that a model of transformers computes if it is given labels."""
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 # --- masks drawn on the host ---------------------------------------------------------------------------------------
@@ -149,7 +144,7 @@ def changing_lengths(*, tiny: bool = False) -> Workload:
         model=model,
         batch=lambda n: _padded([text() for _ in range(n)]),
         loader=loader,
-        loss=_own_loss,
+        loss=own_loss,
         optimizer=adamw,
         batch_size=4 if tiny else 32,
     )

@@ -1,4 +1,4 @@
-"""The modules of `unruly_models.py`."""
+"""The modules of `unruly_models.py`, and the transformer blocks of `parity.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MaskedImages(nn.Module):
         self.embed = nn.Conv2d(3, width, PATCH, PATCH)
         self.positions = nn.Parameter(0.02 * torch.randn(self.patches_a_side**2, width))
         self.unknown = nn.Parameter(torch.zeros(width))
-        self.blocks = _blocks(width, layers)
+        self.blocks = blocks(width, layers)
         self.restore = nn.Linear(width, 3 * PATCH**2)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Ponderer(nn.Module):
     def __init__(self, vocabulary: int, width: int, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = _blocks(width, layers)
+        self.blocks = blocks(width, layers)
         self.halt = nn.Linear(width, 1)
         nn.init.constant_(self.halt.bias, -1.5)  # so that a text takes half of the layers, more or less
         self.head = nn.Linear(width, TOPICS)
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embed.weight, std=0.02)
-        self.blocks = _blocks(width, layers, causal=True, experts=experts)
+        self.blocks = blocks(width, layers, causal=True, experts=experts)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self._rows = rows
@@ -118,7 +118,7 @@ class _Block(nn.Module):
         return x + refined
 
 
-def _blocks(width: int, layers: int, *, causal: bool = False, experts: bool = False) -> nn.Sequential:
+def blocks(width: int, layers: int, *, causal: bool = False, experts: bool = False) -> nn.Sequential:
     return nn.Sequential(*(_Block(width, causal=causal, experts=experts) for _ in range(layers)))
 
 

@@ -18,20 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NAMES", "workload"]
 
 # No module has its workload's name: importing a module `zoo.digits` would replace the function `digits`.
-_MODULES = {
-    "conv1": "convolution",
-    "mlp3": "perceptron",
-    "resnet18": "resnet",
-    "resnet50": "resnet",
-    "vgg16": "vgg",
-    "densenet161": "densenet",
-    "seresnext50": "resnet",
-    "deeplabv3plus": "deeplab",
-    "deeplabv3plus_multigrid": "deeplab",
-    "bert_base": "bert",
-    "gpt2": "gpt",
-    "digits": "handwriting",
-}
+_MODULES = {"resnet50": "resnet", "bert_base": "bert", "digits": "handwriting"}
 
 NAMES: tuple[str, ...] = tuple(_MODULES)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amptune.workload.workload import Workload
-from amptune.workload.zoo.layers import SelfAttention, named
+from amptune.workload.zoo.layers import named
 from amptune.workload.zoo.recipes import adamw, in_memory
 
 __all__ = ["bert_base"]
@@ -19,6 +19,7 @@ _MASK = 103  # the [MASK] token of the published vocabulary
 _MASKED_SHARE = 0.15
 _UNMASKED = -100  # the target that cross_entropy ignores by default
 _DROPOUT = 0.1
+_HEAD = 64  # the width of an attention head
 _EPSILON = 1e-12
 
 
@@ -75,7 +76,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention = SelfAttention(width, width // 64, dropout=_DROPOUT)
+        self.attention = SelfAttention(width)
         self.norm1 = nn.LayerNorm(width, eps=_EPSILON)
         self.feed_forward = named(
             expand=nn.Linear(width, 4 * width), gelu=nn.GELU(), reduce=nn.Linear(4 * width, width)
@@ -87,6 +88,27 @@ class EncoderLayer(nn.Module):
         x = self.norm1(x + self.dropout(self.attention(x)))
         encoded: Tensor = self.norm2(x + self.dropout(self.feed_forward(x)))
         return encoded
+
+
+class SelfAttention(nn.Module):
+    """Attention (Vaswani et al., 2017, arXiv:1706.03762) with one projection for query, key and value."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // _HEAD
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        joint: Tensor = self.query_key_value(x)
+        query, key, value = (
+            joint.view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind()
+        )
+        dropout = _DROPOUT if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
 
 
 def _draw(module: nn.Module) -> None:
