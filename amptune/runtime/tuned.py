@@ -235,7 +235,7 @@ class Tuned:
         if self.guard is not None:
             self.guard.batch_size_asked()
         if self.claim_watch is not None:
-            self.claim_watch.size_is_as_measured()
+            self.claim_watch.has_measured_size = True
         return self.policy.batch_size
 
     @property

@@ -20,7 +20,7 @@ from amptune.hardware.detect import probe
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning
-from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
+from amptune.runtime.claim_watch import STEPS
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
@@ -142,9 +142,7 @@ def test_steps_are_held_to_the_files_evidence(cuda_graphs: bool) -> None:
     file = PolicyFile(policy=policy, valid_for=dict(probe("cpu").labels), evidence={"step_ms": 1e-6})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", PolicyDriftWarning)
-        trainer(PolicyPrecision(file, submodule="net")).fit(
-            Lit(), loader(batches(STEPS_TO_SETTLE + STEPS_COMPARED + 1))
-        )
+        trainer(PolicyPrecision(file, submodule="net")).fit(Lit(), loader(batches(STEPS + 1)))
     (found,) = [str(warning.message) for warning in said if warning.category is PolicyDriftWarning]
     assert ("cuda_graphs is left out" if cuda_graphs else "this policy promised 1e-06") in found
 

@@ -16,7 +16,7 @@ from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning
-from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
+from amptune.runtime.claim_watch import STEPS
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which the Trainer of transformers needs, is not installed")
@@ -88,7 +88,7 @@ def test_steps_are_held_to_the_files_evidence(tmp_path: Path) -> None:
     policy = replace(RULE, batch_size=1, accumulate=2)
     labels = dict(probe("cpu").labels)
     callback = PolicyCallback(PolicyFile(policy=policy, valid_for=labels, evidence={"step_ms": 1e-6}))
-    made = trainer(tmp_path, callback, data=batches(2 * (STEPS_TO_SETTLE + STEPS_COMPARED + 1)), logging_steps=1000)
+    made = trainer(tmp_path, callback, data=batches(2 * (STEPS + 1)), logging_steps=1000)
     with pytest.warns(PolicyDriftWarning, match="this policy promised 1e-06"):
         made.train()
     assert not made.optimizer.optimizer._optimizer_step_post_hooks
