@@ -111,8 +111,6 @@ def of_small_models(device: torch.device) -> list[Cost]:
         costs.append(difference(f"a policy, {dtype}", "step", *steps))
         steps = [under(policy, twin(), x), under(policy, twin(), x, guard=None)]
         costs.append(difference(f"its watch of the first steps after {WARM_UP_STEPS} steps, {dtype}", "step", *steps))
-        steps = [under(policy, twin(), x), under(policy, twin(), x, guard=True)]
-        costs.append(difference(f"its guard after {WARM_UP_STEPS} steps, {dtype}", "step", *steps))
     chain = nn.Sequential(*(nn.ReLU() for _ in range(EXCLUDED))).to(device)
     policy = amptune.Policy(autocast="bf16")
     rules = (amptune.Fp32Rule(type="ReLU"),)

@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["PolicyDriftWarning", "apply"]
 
 _GUARD = "AMPTUNE_GUARD"
-_Steps = Literal["no steps", "first steps", "all steps"]
 
 _under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -70,9 +69,8 @@ def apply(
 
     If steps clearly take longer than the file's evidence says, there is one `PolicyDriftWarning`, after 200 of them.
     The loop's first 20 optimizer steps are watched too: there is a `PolicyMisuseWarning` for mistakes that harm
-    training and raise nothing, and then the watch and its hooks go. `guard=True` looks at the loss scale and BatchNorm
-    until `undo`; False watches nothing at all. The environment's AMPTUNE_GUARD, 1 or 0, says the same where `guard` is
-    None.
+    training and raise nothing, and then the watch and its hooks go. `guard=False` watches nothing at all; where it is
+    None, AMPTUNE_GUARD=0 in the environment says the same.
     `protect_batch_norm` keeps the running statistics of BatchNorm finite if a forward overflows in fp16: a value that
     is not finite is reset to its value at the last `tuned.scaler.update()`.
     `artifacts` is a file of what torch.compile made of this policy, or True for the one that `amptune tune` wrote
@@ -99,7 +97,7 @@ def apply(
         weights,
         findings,
         watch=None if claim is None or wish == "0" else _watch(claim),
-        guard_for="first steps" if wish == "" else "no steps" if wish == "0" else "all steps",
+        guarded=wish != "0",
         protect_batch_norm=protect_batch_norm,
         origin="" if isinstance(policy, Policy) else policy.origin,
     )
@@ -205,7 +203,7 @@ def _apply(
     findings: Sequence[Finding],
     *,
     watch: ClaimWatch | None,
-    guard_for: _Steps,
+    guarded: bool,
     protect_batch_norm: bool,
     origin: str,
 ) -> Tuned:
@@ -223,7 +221,7 @@ def _apply(
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
         called = graphed or compiled_model
-        guard = None if guard_for == "no steps" else _guard(settings, model, called, brief=guard_for == "first steps")
+        guard = _guard(settings, model) if guarded else None
         way_back = steps.pop_all()
 
     def undo() -> None:
@@ -261,10 +259,10 @@ def _watch(claim: PolicyFile) -> ClaimWatch:
     return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=5))
 
 
-def _guard(settings: Policy, model: nn.Module, called: nn.Module, *, brief: bool) -> Guard:
+def _guard(settings: Policy, model: nn.Module) -> Guard:
     from amptune.runtime.guard.guard import Guard  # what measures has none, and importing it takes time
 
-    return Guard(settings, model, called, brief=brief)
+    return Guard(settings, model)
 
 
 def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
