@@ -166,27 +166,6 @@ def saved(policy: Policy, path: Path) -> Path:
     return path
 
 
-def test_a_checkpoint_loads_into_a_plain_model_and_a_plain_scaler(tmp_path: Path) -> None:
-    checkpoint = torch.load(saved(FP16, tmp_path / "fp16.ckpt"), weights_only=False)
-    plain, twin = Lit(), net()
-    plain.load_state_dict(checkpoint["state_dict"])
-    train_plainly(FP16, twin, batches())
-    assert same_weights(plain.net, twin)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.load_state_dict(checkpoint["MixedPrecision"])
-    assert scaler.get_scale() == 256
-
-
-@pytest.mark.parametrize("there", [POLICY, FP16, Policy()], ids=str)
-@pytest.mark.parametrize("here", [POLICY, FP16, Policy()], ids=str)
-def test_a_checkpoint_moves_between_nodes_whose_policies_differ(there: Policy, here: Policy, tmp_path: Path) -> None:
-    path = saved(there, tmp_path / "last.ckpt")
-    precision, model = PolicyPrecision(here, submodule="net"), Lit()
-    trainer(precision, max_epochs=2).fit(model, loader(), ckpt_path=path)
-    assert len(model.losses) == len(batches())  # one epoch was left
-    assert (precision.scaler is not None) == (here is FP16)
-
-
 def test_a_checkpoint_moves_to_and_from_lightnings_own_plugin(tmp_path: Path) -> None:
     path = saved(FP16, tmp_path / "policy.ckpt")
     own = MixedPrecision("16-mixed", "cpu")

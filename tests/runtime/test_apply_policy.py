@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import subprocess
 import sys
-import weakref
 from typing import Any
 
 import pytest
@@ -66,36 +64,6 @@ def train(tuned: Tuned, optimizer: torch.optim.Optimizer, steps: int = 4) -> lis
             optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def test_apply_sets_what_the_policy_says_and_undo_restores_all_of_it() -> None:
-    model = Net()
-    before = state_of(model)
-    tuned = apply(EVERYTHING, model)
-    during = state_of(model)
-    assert tuned.model is model
-    assert torch.backends.cudnn.benchmark is True
-    assert during["fp32"][:3] == ["tf32", "tf32", "tf32"]
-    assert model.stem.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
-    assert during["identities"] == before["identities"]
-    assert during["backward"] == "off"
-    tuned.undo()
-    assert state_of(model) == before
-    tuned.undo()
-    assert state_of(model) == before
-
-
-def test_stock_pytorch_changes_nothing() -> None:
-    model = Net()
-    before = state_of(model)
-    tuned = apply(Policy(), model)
-    assert state_of(model) == before
-    with tuned.autocast():
-        assert not torch.is_autocast_enabled("cpu")
-    x = torch.randn(1, 3, 6, 6)
-    assert tuned.batch(x) is x
-    assert tuned.findings == ()
-    tuned.undo()
 
 
 @pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
@@ -245,16 +213,6 @@ def test_undo_waits_for_a_forward_that_was_set_on_an_excluded_module() -> None:
     assert type(model.head) is nn.Linear
 
 
-def test_weights_are_not_kept_by_a_policy() -> None:
-    model = Net()
-    tuned = apply(EVERYTHING, model)
-    gone = weakref.ref(model.head.weight)
-    model.head.weight = nn.Parameter(torch.zeros(2, 8))
-    gc.collect()
-    assert gone() is None
-    tuned.undo()
-
-
 @pytest.mark.parametrize("wrong", [Policy, None, {"autocast": "bf16"}])
 def test_what_is_no_policy_is_refused(wrong: Any) -> None:
     with pytest.raises(PolicyApplyError, match=r"a policy is a path, an amptune\.Policy or what amptune\.load"):
@@ -280,13 +238,6 @@ def test_an_optimizer_that_cannot_be_fused_is_returned_as_it_is_with_a_finding()
         optimizer = torch.optim.RMSprop(model.parameters())
         assert tuned.optimizer(optimizer) is optimizer
         assert [finding.code for finding in tuned.findings] == ["optimizer-not-fused"]
-
-
-def test_without_the_knob_an_optimizer_is_left_alone() -> None:
-    model = Net()
-    with apply(Policy(), model) as tuned:
-        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters()))
-    assert optimizer.param_groups[0]["fused"] is None
 
 
 def test_an_optimizer_must_be_built_first() -> None:
@@ -320,11 +271,6 @@ def test_the_scaler_is_one_and_the_same_and_scales_as_the_policy_says() -> None:
     with apply(Policy(autocast="fp16", loss_scale=LossScale(init=64)), Net()) as tuned:
         assert tuned.scaler is tuned.scaler
         assert tuned.scaler.get_scale() == 64
-
-
-def test_a_model_without_parameters_is_on_the_cpu() -> None:
-    with apply(Policy(autocast="bf16"), nn.ReLU()) as tuned, tuned.autocast():
-        assert torch.is_autocast_enabled("cpu")
 
 
 @torch_s_own_deprecations

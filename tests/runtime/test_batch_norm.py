@@ -93,16 +93,6 @@ def test_statistics_that_move_or_change_their_precision_are_followed() -> None:
     assert are_finite(model)
 
 
-def test_a_forward_whose_backward_is_yet_to_come_is_not_disturbed() -> None:
-    model = Net()
-    with apply(FP16, model, protect_batch_norm=True) as tuned:
-        optimizer = sgd(model)
-        waiting = loss_of(tuned)
-        train(tuned, optimizer=torch.optim.SGD(model.head.parameters(), lr=0.0))
-        tuned.scaler.scale(waiting).backward()
-        tuned.scaler.step(optimizer)
-
-
 def test_a_copy_of_the_scaler_does_not_protect_the_model_of_its_original() -> None:
     with apply(FP16, Net(), protect_batch_norm=True) as tuned:
         copied: Any = pickle.loads(pickle.dumps(tuned.scaler))

@@ -19,7 +19,6 @@ from amptune.changes.blocks import repeated_blocks, repeated_leaves
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.graphs.host_effects import NotRecordableError
-from amptune.runtime.graphs.recorder import as_if_recording
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 compiled_by_hand = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -226,17 +225,6 @@ def test_a_model_that_asks_if_it_is_recorded_does_the_same_while_it_is_rehearsed
     assert not said
     assert len(called.recordings) == 1
     assert len(kinds) == compiled_first
-
-
-def test_of_two_threads_the_last_to_end_puts_pytorch_s_own_answer_back() -> None:
-    own = torch.cuda.is_current_stream_capturing
-    first, second = as_if_recording(), as_if_recording()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.cuda.is_current_stream_capturing()
-    second.__exit__(None, None, None)
-    assert torch.cuda.is_current_stream_capturing is own
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from amptune.policy.serialization import schema_of
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
 from amptune.policy.settings import STOCK, Fp32Rule, HalfRule, LossScale, Policy, settled
 from amptune.policy.yaml_text import parse
-from amptune.report.explanation import explain
 from amptune.search.table.ablation import variants_of
 
 WIDTH = 16
@@ -263,14 +262,6 @@ def test_a_pattern_that_names_no_module_is_an_error_and_changes_nothing() -> Non
     assert type(model.layers[0]) is Block
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, by torch itself
-def test_a_module_that_cannot_be_checkpointed_is_named() -> None:
-    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(3, 3))), nn.Linear(3, 3))
-    expected = r"not every module can be checkpointed:\n  0 holds a TorchScript module"
-    with pytest.raises(PolicyApplyError, match=expected):
-        amptune.apply(Policy(checkpoint=("*",)), model)
-
-
 @pytest.mark.parametrize(
     ("compiled", "norm"),
     [
@@ -307,15 +298,6 @@ def test_what_the_compiler_cannot_trace_meets_its_buffers_as_they_were(compiled:
         torch.testing.assert_close(one, own, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("compiled", ["default", "blocks"])
-def test_compiled_it_keeps_less_too(compiled: Any) -> None:
-    policy = Policy(compile=compiled)
-    torch.compiler.reset()
-    own = saved_bytes(policy, built())
-    torch.compiler.reset()
-    assert saved_bytes(replace(policy, checkpoint=("layers.*",)), built()) < own / 2
-
-
 def test_a_file_has_it() -> None:
     read = parse_policy(parse('schema: amptune.policy/1\ncheckpoint: ["layers.*", head]', "x.yaml"))
     assert read == PolicyFile(policy=Policy(checkpoint=("layers.*", "head")))
@@ -329,18 +311,6 @@ def test_a_file_has_it() -> None:
     ):
         with pytest.raises(FileFormatError, match=problem):
             parse_policy(parse(f"schema: amptune.policy/1\ncheckpoint: {text}", "x.yaml"))
-
-
-def test_it_is_put_into_words(tmp_path: Any) -> None:
-    policy = Policy(autocast="bf16", checkpoint=("layers.*", "head"))
-    assert str(policy) == "bf16, checkpoint layers.* + head"
-    amptune.save(policy, tmp_path / "policy.yaml")
-    assert 'checkpoint: ["layers.*", head]' in (tmp_path / "policy.yaml").read_text().replace("'", '"')
-    said = explain(amptune.load(tmp_path / "policy.yaml"))
-    assert (
-        "checkpoint layers.*, head: the backward pass computes the activations of these modules again, which saves "
-        "their memory and costs the time of their forward pass."
-    ) in said
 
 
 def test_numerics_are_the_same_unless_compiled_and_memory_is_not() -> None:

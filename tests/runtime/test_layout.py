@@ -63,14 +63,6 @@ def test_channels_last_3d_is_for_five_dimensions() -> None:
     assert model.conv.weight.is_contiguous()
 
 
-def test_contiguous_takes_a_channels_last_model_back() -> None:
-    model = Net()
-    convert_model(model, "channels_last")
-    convert_model(model, "contiguous")
-    assert model.conv.weight.is_contiguous()
-    assert model.pointwise.weight.stride() == (8, 1, 1, 1)
-
-
 @pytest.mark.parametrize("memory_format", ["contiguous", "channels_last", "channels_last_3d"])
 def test_undo_restores_strides_exactly_even_odd_ones(memory_format: MemoryFormat) -> None:
     model = Net()
@@ -142,16 +134,7 @@ def test_images_anywhere_in_a_batch_are_converted_and_the_rest_passes_through() 
     assert convert_batch(converted, "channels_last") is converted
 
 
-def test_a_batch_of_one_channel_gets_the_strides_too() -> None:
-    assert convert_batch(torch.randn(2, 1, 4, 5), "channels_last").stride() == (20, 1, 5, 1)
-
-
 def test_volumes_need_the_three_dimensional_format() -> None:
     volume = torch.randn(1, 2, 3, 4, 5)
     assert convert_batch(volume, "channels_last") is volume
     assert convert_batch(volume, "channels_last_3d").is_contiguous(memory_format=torch.channels_last_3d)
-
-
-def test_sparse_tensors_have_no_format() -> None:
-    sparse = torch.zeros(2, 2, 2, 2).to_sparse()
-    assert convert_batch(sparse, "channels_last") is sparse

@@ -74,13 +74,6 @@ def test_each_container_keeps_its_type_and_is_not_changed_in_place(value: Any) -
     assert repr(value) == before
 
 
-@pytest.mark.parametrize(
-    "value", [(ONE,), [ONE], Pair(ONE, 1), {"x": ONE}, Sample(ONE, 1), Frozen(ONE), "text", None, 3]
-)
-def test_what_does_not_change_is_returned_itself(value: Any) -> None:
-    assert map_tensors(lambda tensor: tensor, value) is value
-
-
 def test_a_plain_and_a_frozen_dataclass_are_copied_with_new_tensors() -> None:
     sample, frozen = Sample(ONE, 7), Frozen(ONE, "two")
     assert map_tensors(double, sample).image.tolist() == [2, 2]
@@ -149,8 +142,3 @@ def test_an_object_that_moves_itself_is_moved_and_stays_where_it_was() -> None:
     moved, ones = moved_to(meta, {"graphs": [(graph, ONE)]}, lambda tensor: tensor.to(meta))["graphs"][0]
     assert (moved.nodes.device, ones.device) == (meta, meta)
     assert graph.nodes.device.type == "cpu"
-
-
-def test_words_classes_and_modules_of_a_batch_are_not_moved() -> None:
-    batch = ("cat", Graph, torch.nn.Linear(1, 1), None)
-    assert moved_to(torch.device("meta"), batch, double) is batch

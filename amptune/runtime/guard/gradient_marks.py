@@ -12,24 +12,21 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["GradientMarks", "Mark", "Seen"]
+__all__ = ["GradientBefore", "GradientMarks", "Mark"]
 
 # Less than this share is left of scaled gradients that were clipped as if they were not: a limit is near the norm of
 # unscaled ones, and the scale begins at 65,536. An average over micro-batches or ranks by hand leaves more.
 _CUT = 0.01
 
 
-class Seen:
+class GradientBefore:
     """A gradient as it was, to tell later if it was replaced or written to."""
 
     def __init__(self, gradient: torch.Tensor) -> None:
         self._gradient, self._version = weakref.ref(gradient), gradient._version
 
-    def is_of(self, gradient: torch.Tensor) -> bool:
-        return self._gradient() is gradient
-
-    def is_written(self, gradient: torch.Tensor) -> bool:
-        return self.is_of(gradient) and gradient._version != self._version
+    def is_as(self, gradient: torch.Tensor) -> bool:
+        return self._gradient() is gradient and gradient._version == self._version
 
 
 @dataclass(slots=True)
@@ -38,7 +35,7 @@ class Mark:
 
     when: int = 0
     origin: Literal["none", "plain loss", "scaled loss", "unscaled"] = "none"
-    then: Seen | None = None
+    then: GradientBefore | None = None
     largest: torch.Tensor | None = None
 
 
@@ -84,8 +81,8 @@ class GradientMarks:
 
     def are_cut(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Returns True if little is left of scaled gradients. Waits for the device if they were written to at all."""
-        held = [(mark, now) for mark, now in self._held(parameters) if mark.then and mark.then.is_written(now)]
-        sizes = _sizes([(mark, now) for mark, now in held if mark.origin == "scaled loss"])
+        scaled = [(mark, now) for mark, now in self._held(parameters) if mark.origin == "scaled loss"]
+        sizes = _sizes([(mark, now) for mark, now in scaled if mark.then and not mark.then.is_as(now)])
         before, left = (max(one, default=0.0) for one in (sizes[::2], sizes[1::2]))
         return before < float("inf") and 0 < left < _CUT * before
 
@@ -105,7 +102,7 @@ class GradientMarks:
             return
         mark.when = self.now = self.now + 1
         mark.origin = "scaled loss" if self._in_scaled_backward else "plain loss"
-        mark.then = Seen(gradient)
+        mark.then = GradientBefore(gradient)
         is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.numel() > 0
         mark.largest = gradient.detach().abs().amax() if is_plain and self._keeps_sizes else None
         self._after_each(parameter)

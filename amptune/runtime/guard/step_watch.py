@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amptune.changes.tensor_tree import tensors_in
-from amptune.runtime.guard.gradient_marks import GradientMarks, Seen
+from amptune.runtime.guard.gradient_marks import GradientBefore, GradientMarks
 from amptune.runtime.scaler import has_scaler
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ class _Steps:
 
     count: int = 0
     last_gradient: int = 0
-    last_by_scaler: bool = False
+    by_scaler: bool = False
     scaler_calls: bool = False
-    applied: list[Seen] = field(default_factory=list)
+    applied: list[GradientBefore] = field(default_factory=list)
 
 
 class StepWatch:
@@ -62,7 +62,9 @@ class StepWatch:
         self._gradients = GradientMarks(model, self._look_at_backward, keeps_sizes=self._scales)
         _watches.add(self)
         if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.extend(
+                (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step))
+            )
 
     def remove(self) -> None:
         """Removes the hooks. Not to be called in a hook of a step: PyTorch is iterating over these hooks then."""
@@ -106,6 +108,14 @@ class StepWatch:
             self._look_at_step(optimizer, by_scaler=False, has_closure=has_closure)
             self.misuse.tell(4)  # the caller of optimizer.step()
 
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what was applied; a step that raised, or that a subclass's step goes on to call, has not ended yet."""
+        steps, parameters = self._optimizers.get(optimizer), _parameters(optimizer)
+        newest = self._gradients.newest(parameters)
+        if steps is not None and newest is not None:
+            steps.last_gradient = newest.when
+            steps.applied = [GradientBefore(one.grad) for one in parameters if one.grad is not None]
+
     def _look_at_backward(self, parameter: torch.Tensor) -> None:
         # Without a cache it is Lightning's, which runs the whole training_step in autocast in manual optimization.
         has_autocast = torch.amp.is_autocast_available(parameter.device.type) and torch.is_autocast_cache_enabled()
@@ -123,33 +133,30 @@ class StepWatch:
         if model is None or not {id(one) for one in parameters} & {id(one) for one in model.parameters()}:
             return
         steps = self._optimizers.setdefault(optimizer, _Steps())
-        steps.count += 1
-        steps.scaler_calls = by_scaler
+        was_by_scaler, steps.by_scaler = steps.by_scaler, by_scaler
+        steps.count, steps.scaler_calls = steps.count + 1, by_scaler
         self.most_steps = max(self.most_steps, steps.count)
         knows_scale, self.scale_was_asked = self.scale_was_asked, False
         newest = self._gradients.newest(parameters)
         if has_closure or newest is None:  # a closure computes its gradients later
             return
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if newest.when <= steps.last_gradient:
-            self._look_at_repetition(steps, gradients, by_scaler=by_scaler)
+            self._look_at_repetition(steps, parameters, by_scaler=by_scaler or was_by_scaler)
         # A GradScaler of the loop's own sets `found_inf` while a fused optimizer steps, and has it unscale.
         elif self._scales and not by_scaler and not knows_scale and getattr(optimizer, "found_inf", None) is None:
             self._look_at_origin(newest, parameters, is_first=steps.count == 1)
-        steps.last_gradient, steps.last_by_scaler = newest.when, by_scaler
-        steps.applied = [Seen(gradient) for gradient in gradients]
 
-    def _look_at_repetition(self, steps: _Steps, gradients: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
-        """Gradients that the loop set itself since the last step are new, though no backward gave them."""
-        scaled = by_scaler or steps.last_by_scaler  # which writes to them as it unscales
-        pairs = zip(gradients, steps.applied, strict=False)
-        are_same = all(seen.is_of(gradient) and (scaled or not seen.is_written(gradient)) for gradient, seen in pairs)
-        if are_same and len(gradients) == len(steps.applied):
+    def _look_at_repetition(self, steps: _Steps, parameters: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
+        """Gradients that the loop set or wrote to since the last step are new, though no backward gave them."""
+        now = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len(now) == len(steps.applied) and all(
+            then.is_as(one) for one, then in zip(now, steps.applied, strict=True)
+        ):
             calls = "tuned.scaler.step(optimizer) calls optimizer.step(), leave the other out"
             self.misuse.note(
                 "stepped-twice",
                 "the optimizer steps again on gradients that were already applied, so every update is taken twice: "
-                f"{calls if scaled else 'leave one of the two steps out'}",
+                f"{calls if by_scaler else 'leave one of the two steps out'}",
             )
 
     def _look_at_origin(self, gradient: Mark, parameters: Sequence[torch.Tensor], *, is_first: bool) -> None:
@@ -180,3 +187,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         for watch in list(_watches):
             watch.before_step(optimizer, has_closure=closure is not None)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for watch in list(_watches):
+            watch.after_step(optimizer)

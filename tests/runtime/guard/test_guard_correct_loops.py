@@ -174,6 +174,16 @@ class Sharpness(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Counting(torch.optim.SGD):
+    """A subclass whose step goes on to that of its class, as many have one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, lr=1e-3)
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 class Wrapper(torch.optim.Optimizer):
     """An optimizer around another without hooks of its own, as accelerate has one."""
 
@@ -305,7 +315,7 @@ LOOPS: list[Loop] = [
     *(clipped_at_a_scaled_limit, unscaled_by_the_scale, several_optimizers),
     *(a_second_loss_that_needs_no_scale, zeros_left_of_a_scaled_loss, another_model_beside, gradient_penalty),
     *(checkpointing(use_reentrant=True), checkpointing(use_reentrant=False)),
-    *(under(Sharpness), under(Wrapper), with_scaler(torch.amp.GradScaler), with_scaler(OwnScaler)),
+    *(under(Sharpness), under(Counting), under(Wrapper), with_scaler(torch.amp.GradScaler), with_scaler(OwnScaler)),
     *(gradients_set_by_hand, a_distributed_checkpoint, a_backward_that_raised),
     *(an_optimizer_in_each_backward, an_overflow_now_and_then, in_parallel),
 ]
