@@ -200,11 +200,6 @@ def test_the_model_is_plain_again_when_training_raises() -> None:
     assert type(model.net.head) is nn.Linear
 
 
-def test_precision_beside_the_plugin_is_refused_by_lightning() -> None:
-    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
-        trainer(PolicyPrecision(POLICY), precision="bf16-mixed")
-
-
 def test_a_policy_that_compiles_wants_a_model_that_is() -> None:
     policy = replace(POLICY, compile="reduce-overhead")
     with pytest.raises(PolicyApplyError, match=r"trainer\.fit\(torch\.compile\(model, mode='reduce-overhead'\), …\)"):

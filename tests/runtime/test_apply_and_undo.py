@@ -71,7 +71,7 @@ def state_of(model: nn.Module, *, values: bool = True) -> list[Any]:
         for path, one in model.named_modules(remove_duplicate=False)
     ]
     tensors = [
-        (id(one), one.dtype, one.stride(), one.detach().tolist() if values else None)
+        (id(one), one.dtype, getattr(one, "grad_dtype", None), one.stride(), one.detach().tolist() if values else None)
         for one in (*model.parameters(), *model.buffers())
     ]
     precisions = [one.fp32_precision for one in (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul)]

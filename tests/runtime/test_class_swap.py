@@ -231,16 +231,6 @@ def test_a_module_is_swapped_only_once() -> None:
         swap(linear, "fp32-cast")
 
 
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_stays_excluded(protocol: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    swap(model[1], "fp32-cast")
-    loaded: nn.Sequential = pickle.loads(pickle.dumps(model, protocol))
-    assert type(loaded[1]) is type(model[1])
-    assert type(loaded[0]) is nn.Linear
-    assert torch.equal(loaded.get_parameter("1.weight"), model.get_parameter("1.weight"))
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
 def test_a_copy_stays_excluded_and_runs_its_own_weights(copied: Any) -> None:
     linear = nn.Linear(4, 4)

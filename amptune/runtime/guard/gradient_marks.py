@@ -42,22 +42,17 @@ class Mark:
 class GradientMarks:
     """The marks of a model's gradients, kept up to date by a hook on each parameter, until `remove`.
 
-    Time is counted in gradients: `now` grows by one with each gradient added to a parameter. Parameters are looked up
-    by identity, since tensors cannot be compared; the caller keeps the model alive.
+    Time is counted in gradients: `now` grows by one with each gradient added to a parameter; so does `passes`, about,
+    with each backward. Parameters are looked up by identity, as tensors cannot be compared; the caller keeps the model.
     """
 
     def __init__(self, model: nn.Module, after_each: Callable[[torch.Tensor], None], *, keeps_sizes: bool) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad and p.is_leaf and not nn.parameter.is_lazy(p)]
-        self.now = 0
+        self.now = self.passes = 0
         self._after_each, self._keeps_sizes = after_each, keeps_sizes
         self._in_scaled_backward = False
         self._marks = {id(parameter): Mark() for parameter in parameters}
         self._handles = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]  # type: ignore[no-untyped-call]
-
-    @property
-    def passes(self) -> int:
-        """About how many backward passes there were."""
-        return self.now // max(1, len(self._marks))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -101,6 +96,7 @@ class GradientMarks:
         if torch.compiler.is_compiling() or mark is None or gradient is None:
             return
         mark.when = self.now = self.now + 1
+        self.passes = self.now // len(self._marks)
         mark.origin = "scaled loss" if self._in_scaled_backward else "plain loss"
         mark.then = GradientBefore(gradient)
         is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.numel() > 0

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amptune.runtime.guard.misuse import Misuse
 from amptune.runtime.guard.step_watch import WATCHED_STEPS, StepWatch
 from amptune.runtime.scaler import PolicyScaler, scaler_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import nn
 
-    from amptune.policy.findings import Finding
     from amptune.policy.settings import Policy
 
 __all__ = ["WATCHED_STEPS", "Guard", "WatchedScaler"]
@@ -32,9 +30,8 @@ class Guard:
         self.at_end: Callable[[], object] = lambda: None
         self._policy = policy
         self._scalers: list[WatchedScaler] = []
-        misuse = Misuse()
-        self.findings: Sequence[Finding] = misuse.findings
-        self.step_watch = StepWatch(policy, model, misuse, self.end_when_due)
+        self.step_watch = StepWatch(policy, model, self.end_when_due)
+        self.findings = self.step_watch.misuse.findings
 
     def watched_scaler(self, device_type: str) -> PolicyScaler:
         """Returns the policy's loss scaler, which tells this guard what it does."""

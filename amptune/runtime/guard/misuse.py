@@ -27,7 +27,6 @@ class Misuse:
 
     def tell(self, stacklevel: int) -> None:
         """Warns of what was noted since the last call; `stacklevel` is as `warnings.warn` would have it there."""
-        untold = self.findings[self._told :]
-        self._told = len(self.findings)
-        for finding in untold:
+        for finding in self.findings[self._told :]:
+            self._told += 1
             warnings.warn(str(finding), PolicyMisuseWarning, stacklevel=stacklevel + 1)

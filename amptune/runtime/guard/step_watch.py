@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from amptune.changes.tensor_tree import tensors_in
 from amptune.runtime.guard.gradient_marks import GradientBefore, GradientMarks
+from amptune.runtime.guard.misuse import Misuse
 from amptune.runtime.scaler import has_scaler
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from amptune.policy.settings import Policy
     from amptune.runtime.guard.gradient_marks import Mark
-    from amptune.runtime.guard.misuse import Misuse
 
 __all__ = ["WATCHED_STEPS", "StepWatch"]
 
@@ -34,10 +34,11 @@ _hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 @dataclass(slots=True)
 class _Steps:
-    """The steps of one optimizer: their number, and what the last one applied, in the time of `GradientMarks`."""
+    """The steps of one optimizer; when the last began and ended, in `GradientMarks`' time, and what it applied."""
 
     count: int = 0
-    last_gradient: int = 0
+    begun: int = 0
+    ended: int = 0
     by_scaler: bool = False
     scaler_calls: bool = False
     applied: list[GradientBefore] = field(default_factory=list)
@@ -50,10 +51,10 @@ class StepWatch:
     the loop may unscale by hand until the next step.
     """
 
-    def __init__(self, policy: Policy, model: nn.Module, misuse: Misuse, after_gradient: Callable[[], None]) -> None:
+    def __init__(self, policy: Policy, model: nn.Module, after_gradient: Callable[[], None]) -> None:
         self.most_steps = self._steps_of_any = 0
         self.autocast_was_used = self.scale_was_asked = self._scale_was_used = False
-        self.misuse = misuse
+        self.misuse = Misuse()
         self._scales = has_scaler(policy)
         self._has_half_weights = policy.weights == "half"
         self._model = weakref.ref(model)  # weak, since the model's hooks refer to this watch
@@ -62,9 +63,8 @@ class StepWatch:
         self._gradients = GradientMarks(model, self._look_at_backward, keeps_sizes=self._scales)
         _watches.add(self)
         if not _hooks:
-            _hooks.extend(
-                (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step))
-            )
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
 
     def remove(self) -> None:
         """Removes the hooks. Not to be called in a hook of a step: PyTorch is iterating over these hooks then."""
@@ -109,11 +109,11 @@ class StepWatch:
             self.misuse.tell(4)  # the caller of optimizer.step()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes what was applied; a step that raised, or that a subclass's step goes on to call, has not ended yet."""
+        """Notes what was applied. A step that raised, and a subclass's that goes on to its class's, have not ended."""
         steps, parameters = self._optimizers.get(optimizer), _parameters(optimizer)
         newest = self._gradients.newest(parameters)
         if steps is not None and newest is not None:
-            steps.last_gradient = newest.when
+            steps.ended = newest.when
             steps.applied = [GradientBefore(one.grad) for one in parameters if one.grad is not None]
 
     def _look_at_backward(self, parameter: torch.Tensor) -> None:
@@ -133,25 +133,25 @@ class StepWatch:
         if model is None or not {id(one) for one in parameters} & {id(one) for one in model.parameters()}:
             return
         steps = self._optimizers.setdefault(optimizer, _Steps())
-        was_by_scaler, steps.by_scaler = steps.by_scaler, by_scaler
-        steps.count, steps.scaler_calls = steps.count + 1, by_scaler
-        self.most_steps = max(self.most_steps, steps.count)
         knows_scale, self.scale_was_asked = self.scale_was_asked, False
         newest = self._gradients.newest(parameters)
-        if has_closure or newest is None:  # a closure computes its gradients later
+        when = 0 if newest is None else newest.when
+        if steps.ended < when == steps.begun:
             return
-        if newest.when <= steps.last_gradient:
-            self._look_at_repetition(steps, parameters, by_scaler=by_scaler or was_by_scaler)
-        # A GradScaler of the loop's own sets `found_inf` while a fused optimizer steps, and has it unscale.
-        elif self._scales and not by_scaler and not knows_scale and getattr(optimizer, "found_inf", None) is None:
-            self._look_at_origin(newest, parameters, is_first=steps.count == 1)
+        steps.count, steps.begun, steps.scaler_calls = steps.count + 1, when, by_scaler
+        self.most_steps = max(self.most_steps, steps.count)
+        if newest is not None and not has_closure:  # which computes its gradients later
+            if when <= steps.ended:
+                self._look_at_repetition(steps, parameters, by_scaler=by_scaler or steps.by_scaler)
+            # A GradScaler of the loop's own sets `found_inf` while a fused optimizer steps, and has it unscale.
+            elif self._scales and not by_scaler and not knows_scale and getattr(optimizer, "found_inf", None) is None:
+                self._look_at_origin(newest, parameters, is_first=steps.count == 1)
+        steps.by_scaler = by_scaler
 
     def _look_at_repetition(self, steps: _Steps, parameters: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
         """Gradients that the loop set or wrote to since the last step are new, though no backward gave them."""
         now = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if len(now) == len(steps.applied) and all(
-            then.is_as(one) for one, then in zip(now, steps.applied, strict=True)
-        ):
+        if len(now) == len(steps.applied) and all(map(GradientBefore.is_as, steps.applied, now)):
             calls = "tuned.scaler.step(optimizer) calls optimizer.step(), leave the other out"
             self.misuse.note(
                 "stepped-twice",
@@ -178,7 +178,7 @@ class StepWatch:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns [] for an object without groups: a disabled loss scaler steps whatever has a `step`."""
+    """Returns [] for an object without groups: a disabled scaler steps whatever has a `step`."""
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from loops import FP16, Loop, Net, codes, finish, images, loss_of, repeated, run, sgd, train
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
@@ -32,17 +31,13 @@ def plain(tuned: Tuned, model: nn.Module) -> None:
 
 
 @repeated
-def averaged_by_hand(tuned: Tuned, optimizer: Any) -> None:
+def written_to_while_scaled(tuned: Tuned, optimizer: Any) -> None:
+    """By an average over micro-batches, by a mask, and by asking for the norm alone."""
     for _ in range(16):
         scaled_backward(tuned)
+    clip_grad_norm_(tuned.model.parameters(), float("inf"))
     for parameter in tuned.model.parameters():
         parameter.grad /= 16  # type: ignore[operator]
-    finish(tuned, optimizer)
-
-
-@repeated
-def gradients_masked(tuned: Tuned, optimizer: Any) -> None:
-    scaled_backward(tuned)
     for parameter in parts(tuned.model)[0].parameters():
         parameter.grad.zero_()  # type: ignore[union-attr]
     finish(tuned, optimizer)
@@ -57,21 +52,6 @@ def clipping_after_unscale(tuned: Tuned, optimizer: Any) -> None:
     tuned.scaler.step(optimizer)
     tuned.scaler.update()
     optimizer.zero_grad(set_to_none=False)
-
-
-@repeated
-def the_norm_alone_before_unscale(tuned: Tuned, optimizer: Any) -> None:
-    scaled_backward(tuned)
-    nn.utils.get_total_norm([p.grad for p in tuned.model.parameters() if p.grad is not None])
-    clip_grad_norm_(tuned.model.parameters(), float("inf"))
-    finish(tuned, optimizer)
-
-
-@repeated
-def clipped_at_a_scaled_limit(tuned: Tuned, optimizer: Any) -> None:
-    scaled_backward(tuned)
-    clip_grad_norm_(tuned.model.parameters(), 1e-6 * tuned.scaler.get_scale())
-    finish(tuned, optimizer)
 
 
 @repeated
@@ -104,20 +84,6 @@ def a_second_loss_that_needs_no_scale(tuned: Tuned, model: nn.Module) -> None:
         scaled_backward(tuned)
         own.zero_grad()
         finish(tuned, scaled)
-
-
-def zeros_left_of_a_scaled_loss(tuned: Tuned, model: nn.Module) -> None:
-    """As in a GAN within one model: a scaled backward runs through parameters of the other optimizer."""
-    scaled, own = map(sgd, parts(model))
-    for _ in range(STEPS):
-        scaled_backward(tuned)
-        finish(tuned, scaled)
-        own.zero_grad(set_to_none=False)
-        loss: Any = model.get_parameter("head.weight").sum()  # which leaves the bias alone
-        loss.backward()
-        clip_grad_norm_(parts(model)[1].parameters(), 1e-6)
-        own.step()
-        model.zero_grad()
 
 
 def another_model_beside(tuned: Tuned, model: nn.Module) -> None:
@@ -184,14 +150,6 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-class Wrapper(torch.optim.Optimizer):
-    """An optimizer around another without hooks of its own, as accelerate has one."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.param_groups, self.defaults = inner.param_groups, {}
-        self.step = inner.step  # type: ignore[method-assign]
-
-
 class Anything:
     """Whatever a scaler that is off can step."""
 
@@ -233,13 +191,6 @@ def gradients_set_by_hand(tuned: Tuned, model: nn.Module) -> None:
             parameter.grad = gradient
         tuned.scaler.step(optimizer)
         tuned.scaler.update()
-
-
-def a_distributed_checkpoint(tuned: Tuned, model: nn.Module) -> None:
-    """It is loaded into the states there are, and makes an optimizer's by a step of nothing."""
-    optimizer = tuned.optimizer(sgd(model))
-    get_state_dict(model, optimizer)
-    train(tuned, optimizer, steps=STEPS)
 
 
 def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
@@ -311,12 +262,12 @@ def lbfgs(tuned: Tuned, model: nn.Module) -> None:
 
 BF16, FUSED = Policy(autocast="bf16"), Policy(autocast="fp16", fused_optimizer=True)
 LOOPS: list[Loop] = [
-    *(plain, averaged_by_hand, gradients_masked, clipping_after_unscale, the_norm_alone_before_unscale),
-    *(clipped_at_a_scaled_limit, unscaled_by_the_scale, several_optimizers),
-    *(a_second_loss_that_needs_no_scale, zeros_left_of_a_scaled_loss, another_model_beside, gradient_penalty),
+    *(plain, written_to_while_scaled, clipping_after_unscale),
+    *(unscaled_by_the_scale, several_optimizers),
+    *(a_second_loss_that_needs_no_scale, another_model_beside, gradient_penalty),
     *(checkpointing(use_reentrant=True), checkpointing(use_reentrant=False)),
-    *(under(Sharpness), under(Counting), under(Wrapper), with_scaler(torch.amp.GradScaler), with_scaler(OwnScaler)),
-    *(gradients_set_by_hand, a_distributed_checkpoint, a_backward_that_raised),
+    *(under(Sharpness), under(Counting), with_scaler(torch.amp.GradScaler), with_scaler(OwnScaler)),
+    *(gradients_set_by_hand, a_backward_that_raised),
     *(an_optimizer_in_each_backward, an_overflow_now_and_then, in_parallel),
 ]
 CASES = [(loop, policy) for loop in LOOPS for policy in (FP16, BF16, Policy(), FUSED)]
