@@ -19,6 +19,7 @@ from amptune.changes.blocks import repeated_blocks, repeated_leaves
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.graphed_model import GraphedModel
 from amptune.runtime.graphs.host_effects import NotRecordableError
+from amptune.runtime.graphs.recorder import as_if_recording
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 compiled_by_hand = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -235,3 +236,14 @@ def test_blocks_are_compiled_by_pytorch_s_compiler() -> None:
         torch.testing.assert_close(tuned.model(x), expected)
         tuned.model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.blocks.parameters())
+
+
+def test_of_two_threads_the_last_to_end_puts_pytorch_s_own_answer_back() -> None:
+    own = torch.cuda.is_current_stream_capturing
+    first, second = as_if_recording(), as_if_recording()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.cuda.is_current_stream_capturing()
+    second.__exit__(None, None, None)
+    assert torch.cuda.is_current_stream_capturing is own

@@ -298,3 +298,11 @@ def test_a_policy_that_compiles_blocks_does_not_record_them() -> None:
     assert STOCK.compiled("blocks").cuda_graphs
     assert settled({"checkpoint": ("a",), "cuda_graphs": True}) == Policy(checkpoint=("a",))
     assert [(one.setting, one.policy) for one in variants_of(LAYERS)] == [("checkpoint: layers.*", STOCK)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript, by torch itself
+def test_a_module_that_cannot_be_checkpointed_is_named() -> None:
+    model = nn.Sequential(nn.Sequential(torch.jit.script(nn.Linear(3, 3))), nn.Linear(3, 3))
+    expected = r"not every module can be checkpointed:\n  0 holds a TorchScript module"
+    with pytest.raises(PolicyApplyError, match=expected):
+        amptune.apply(Policy(checkpoint=("*",)), model)

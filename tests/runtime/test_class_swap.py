@@ -77,7 +77,11 @@ def test_a_module_computes_what_one_in_its_precision_does(
     """To the bit, with the gradients of that; under autocast alone. Its weights stay as they are."""
     module = kind[0]()
     twin, plain = copy.deepcopy(module), copy.deepcopy(module)
-    weights, keys, x = list(module.parameters()), list(module.state_dict()), torch.randn(*kind[1]).to(dtype if in_half else torch.float32)
+    weights, keys, x = (
+        list(module.parameters()),
+        list(module.state_dict()),
+        torch.randn(*kind[1]).to(dtype if in_half else torch.float32),
+    )
     inner = dtype if precision == "half" else torch.float32
     expected = first(twin.to(inner)(x.to(inner)))
     swap(module, precision)

@@ -249,3 +249,12 @@ def test_no_shared_object_is_written_outside_the_cache_or_over_another(folder: P
         Path("cache/ab/new.so"),
     }
     assert own.read_bytes() == b"built here"
+
+
+def test_training_in_another_script_with_an_empty_cache_finds_every_graph_of_the_tuner(folder: Path) -> None:
+    counts = counts_of_training(folder, True)
+    assert counts["fxgraph_cache_hit"] == 2  # forward and backward pass
+    assert counts["autograd_cache_hit"] == 1
+    assert counts["compiled_kernels"] == 0
+    assert "fxgraph_cache_miss" not in counts
+    assert "autograd_cache_miss" not in counts

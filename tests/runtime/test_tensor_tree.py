@@ -142,3 +142,8 @@ def test_an_object_that_moves_itself_is_moved_and_stays_where_it_was() -> None:
     moved, ones = moved_to(meta, {"graphs": [(graph, ONE)]}, lambda tensor: tensor.to(meta))["graphs"][0]
     assert (moved.nodes.device, ones.device) == (meta, meta)
     assert graph.nodes.device.type == "cpu"
+
+
+def test_words_classes_and_modules_of_a_batch_are_not_moved() -> None:
+    batch = ("cat", Graph, torch.nn.Linear(1, 1), None)
+    assert moved_to(torch.device("meta"), batch, double) is batch

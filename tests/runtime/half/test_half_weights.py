@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from torch import nn
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
 from amptune.runtime.apply_policy import apply
+from amptune.runtime.half import training
 from amptune.runtime.tuned import Tuned
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(max=2.0**24))
@@ -603,3 +606,56 @@ def test_a_model_in_half_already_is_refused() -> None:
 
 
 # --- by name -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
+def test_gradients_are_cleared_by_optimizer_and_model_alike(clear: str, applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    loss_of(model, batches(1)[0]).backward()
+    model.zero_grad() if clear == "model" else optimizer.zero_grad(set_to_none=clear == "optimizer")
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_optimizer_holds_the_models_own_parameters_between_steps(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+
+
+def test_an_optimizer_with_masters_goes_when_nobody_holds_it() -> None:
+    model = net()
+    with apply(STATIC, model) as tuned:
+        optimizer = tuned.optimizer(momentum(model.parameters()))
+        train(tuned, optimizer, batches(1))
+        gone = weakref.ref(optimizer)
+        gc.disable()
+        try:
+            del optimizer
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:
+    model = net()
+    model.register_buffer("table", torch.rand(5))
+    model.register_buffer("seen", torch.rand(2))
+    table = model.get_buffer("table").clone()
+    with apply(O2, model):
+        assert model.get_buffer("table").dtype is torch.float16
+        assert torch.equal(model.state_dict()["table"], table)
+        model.get_buffer("seen").fill_(0.5)
+    assert torch.equal(model.get_buffer("table"), table)
+    assert model.get_buffer("seen").tolist() == [0.5, 0.5]
+
+
+def test_a_torch_without_fp32_gradients_of_half_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "CAN_DIFFER", False)
+    with pytest.raises(PolicyApplyError, match=r"which PyTorch has since 2\.10; this is"):
+        apply(O2, net())
+    apply(O3, net()).undo()
