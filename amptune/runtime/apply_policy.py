@@ -6,7 +6,7 @@ import os
 import warnings
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from amptune.errors import PolicyApplyError
 from amptune.policy.findings import Finding
 from amptune.policy.settings import KNOBS, Policy
 from amptune.runtime.batch_norm import FiniteStatistics
-from amptune.runtime.claim_watch import ClaimWatch
+from amptune.runtime.claim_watch import ClaimWatch, claims_step
 from amptune.runtime.class_swap import obstacle, overlaid, swap, swapped_class, unswap
 from amptune.runtime.compiled_model import compiled
 from amptune.runtime.compiler_artifacts import load_artifacts
@@ -22,7 +22,6 @@ from amptune.runtime.digest import model_digest
 from amptune.runtime.module_precision import changes_of
 from amptune.runtime.policy_argument import kind_of, read_policy
 from amptune.runtime.ranks import Ranks, world_size
-from amptune.runtime.step_claim import claim_about_steps
 from amptune.runtime.tuned import Tuned
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
@@ -36,12 +35,10 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.recorded_step import WholeStep
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.module_precision import Selected
-    from amptune.runtime.step_claim import StepClaim
 
 __all__ = ["PolicyDriftWarning", "apply"]
 
 _GUARD = "AMPTUNE_GUARD"
-_Steps = Literal["no steps", "first steps", "all steps"]
 
 _under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -70,11 +67,10 @@ def apply(
     the numerics gate did not judge. In a distributed job `tuned.autocast()` raises `PolicyApplyError` if ranks applied
     different policies to one model; only their batch sizes may differ.
 
-    If steps clearly take longer than the file's evidence says, there is one `PolicyDriftWarning`, after the first
-    hundreds of them. The loop's first 20 optimizer steps are watched too: there is a `PolicyMisuseWarning` for mistakes
-    that harm training and raise nothing, and then the watch and its hooks go. `guard=True` also checks batches and
-    checkpoints, and goes on with some checks until `undo`; False watches nothing at all. The environment's
-    AMPTUNE_GUARD, 1 or 0, says the same where `guard` is None.
+    If steps clearly take longer than the file's evidence says, there is one `PolicyDriftWarning`, after 200 of them.
+    The loop's first 20 optimizer steps are watched too: there is a `PolicyMisuseWarning` for mistakes that harm
+    training and raise nothing, and then the watch and its hooks go. `guard=False` watches nothing at all; where it is
+    None, AMPTUNE_GUARD=0 in the environment says the same.
     `protect_batch_norm` keeps the running statistics of BatchNorm finite if a forward overflows in fp16: a value that
     is not finite is reset to its value at the last `tuned.scaler.update()`.
     `artifacts` is a file of what torch.compile made of this policy, or True for the one that `amptune tune` wrote
@@ -101,7 +97,7 @@ def apply(
         weights,
         findings,
         watch=None if claim is None or wish == "0" else _watch(claim),
-        guard_for="first steps" if wish == "" else "no steps" if wish == "0" else "all steps",
+        guarded=wish != "0",
         protect_batch_norm=protect_batch_norm,
         origin="" if isinstance(policy, Policy) else policy.origin,
     )
@@ -130,8 +126,8 @@ def _require_plain(model: nn.Module) -> None:
 
 def _read(
     policy: Policy | PolicyFile, model: nn.Module, *, any_hardware: bool
-) -> tuple[Policy, tuple[Finding, ...], StepClaim | None]:
-    """Returns the settings, findings about what has changed since the tuning, and what can be claimed of steps here."""
+) -> tuple[Policy, tuple[Finding, ...], PolicyFile | None]:
+    """Returns the settings, findings about what has changed since the tuning, and the file if it claims a step time."""
     if isinstance(policy, Policy):
         return policy, (), None
     found, claim = _validity(policy, model, any_hardware=any_hardware)
@@ -140,8 +136,8 @@ def _read(
 
 def _validity(
     policy: PolicyFile, model: nn.Module, *, any_hardware: bool
-) -> tuple[tuple[Finding, ...], StepClaim | None]:
-    """Returns the findings, and the claim if its machine is like this one: without labels that is not known."""
+) -> tuple[tuple[Finding, ...], PolicyFile | None]:
+    """Returns the findings, and the file if its step time is of a machine like this: without labels nobody knows."""
     if not policy.valid_for:
         return (), None
     from amptune.hardware.detect import probe
@@ -153,7 +149,7 @@ def _validity(
         is_lazy = any(map(nn.parameter.is_lazy, model.parameters()))
         labels["model"] = policy.valid_for["model"] if is_lazy else model_digest(model)
     found = require_valid(policy, labels, any_hardware=any_hardware, nvml=nvml)
-    return found, claim_about_steps(policy) if is_of_this_machine(policy, labels, nvml=nvml) else None
+    return found, policy if claims_step(policy) and is_of_this_machine(policy, labels, nvml=nvml) else None
 
 
 def _of_other_ranks(policy_file: PolicyFile) -> Iterator[Finding]:
@@ -207,7 +203,7 @@ def _apply(
     findings: Sequence[Finding],
     *,
     watch: ClaimWatch | None,
-    guard_for: _Steps,
+    guarded: bool,
     protect_batch_norm: bool,
     origin: str,
 ) -> Tuned:
@@ -225,7 +221,7 @@ def _apply(
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
         called = graphed or compiled_model
-        guard = None if guard_for == "no steps" else _guard(settings, model, called, brief=guard_for == "first steps")
+        guard = _guard(settings, model) if guarded else None
         way_back = steps.pop_all()
 
     def undo() -> None:
@@ -258,15 +254,15 @@ def _weights(settings: Policy, model: nn.Module, selected: Sequence[tuple[Select
     return HalfTraining(settings, model, selected)
 
 
-def _watch(claim: StepClaim) -> ClaimWatch:
+def _watch(claim: PolicyFile) -> ClaimWatch:
     # at the loop's own line, which entered `tuned.autocast()`
-    return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=4))
+    return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=5))
 
 
-def _guard(settings: Policy, model: nn.Module, called: nn.Module, *, brief: bool) -> Guard:
+def _guard(settings: Policy, model: nn.Module) -> Guard:
     from amptune.runtime.guard.guard import Guard  # what measures has none, and importing it takes time
 
-    return Guard(settings, model, called, brief=brief)
+    return Guard(settings, model)
 
 
 def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:

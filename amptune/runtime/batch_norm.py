@@ -6,26 +6,16 @@ average for good: training continues as before, but evaluation fails.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.utils import get_total_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
-__all__ = ["FiniteStatistics", "poisoned"]
-
-
-def poisoned(model: nn.Module) -> list[str]:
-    """Returns the paths of modules whose running statistics are not finite. Waits for the device once if all are."""
-    every = [tensor for _, tensors in _running(model) for tensor in tensors]
-    if not every or bool(get_total_norm(every, norm_type=math.inf).isfinite()):
-        return []
-    return [path for path, tensors in _running(model) if not all(bool(t.isfinite().all()) for t in tensors)]
+__all__ = ["FiniteStatistics"]
 
 
 class FiniteStatistics:

@@ -69,7 +69,6 @@ class Tuned:
         self._findings = list(findings)
         self._undo = undo
         self.guard = guard
-        self._was_watched = guard is not None
         if guard is not None:
             forget = weakref.WeakMethod(self._forget_guard)  # weak, since the model's hooks refer to the guard
             guard.at_end = lambda: (method := forget()) and method()
@@ -146,8 +145,6 @@ class Tuned:
         self._weights.serve(optimizer)
         if self.policy.fused_optimizer:
             self._fuse(optimizer)
-        if self.guard is not None:
-            self.guard.handed_out(optimizer)
         if self.claim_watch is not None:
             self.claim_watch.follow(optimizer)
         return optimizer
@@ -225,10 +222,8 @@ class Tuned:
         """
         if self.policy.batch_size is None:
             raise PolicyApplyError("the policy leaves batch_size out: pass your own batch size to the DataLoader")
-        if self.guard is not None:
-            self.guard.batch_size_asked()
         if self.claim_watch is not None:
-            self.claim_watch.size_is_as_measured()
+            self.claim_watch.has_measured_size = True
         return self.policy.batch_size
 
     @property
@@ -261,11 +256,7 @@ class Tuned:
                 scaler.statistics, scaler.weights = None, PLAIN_WEIGHTS
             self.model = self._plain_model
             if self.guard is not None:
-                self.guard.undo()
-            elif self._was_watched:
-                from amptune.runtime.guard.gradient_marks import remove_idle_hooks  # it was imported for the guard
-
-                remove_idle_hooks(for_good=True)
+                self.guard.end()
             if self.claim_watch is not None:
                 self.claim_watch.end()
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +9,8 @@ import torch
 from torch import nn
 from training import POLICY, Net, batches, net, same_weights, train_plainly
 
-import amptune
-from amptune.errors import HardwareMismatchError, PolicyApplyError
-from amptune.policy.policy_file import PolicyFile
-from amptune.policy.settings import Fp32Rule, LossScale, Policy
-from amptune.runtime.apply_policy import PolicyDriftWarning
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import LossScale, Policy
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -69,13 +65,6 @@ def test_it_trains_as_the_plain_loop_does(policy: Policy) -> None:
     assert type(model.head) is nn.Linear
 
 
-def test_cuda_graphs_are_left_out_and_that_is_said() -> None:
-    model, twin = net(), net()
-    with pytest.warns(PolicyDriftWarning, match="this framework calls the model itself"):
-        losses = train(replace(POLICY, cuda_graphs=True), model)
-    assert losses == train_plainly(POLICY, twin, batches())
-
-
 def test_an_accelerator_is_built_as_the_policy_says() -> None:
     policy = Policy(autocast="fp16", accumulate=4, compile="reduce-overhead", loss_scale=LossScale(init=256))
     kwargs = accelerator_kwargs(policy)
@@ -87,16 +76,6 @@ def test_an_accelerator_is_built_as_the_policy_says() -> None:
         "kwargs_handlers": [GradScalerKwargs(init_scale=256, growth_interval=2000)],
     }
     assert accelerator_kwargs(Policy()) == {"mixed_precision": "no", "gradient_accumulation_steps": 1}
-
-
-def test_blocks_are_compiled_by_the_policy_itself() -> None:
-    policy = replace(POLICY, fp32_modules=(), compile="blocks")
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
-    assert accelerator_kwargs(policy) == accelerator_kwargs(replace(policy, compile="off"))
-    tuned = apply_before_prepare(policy, model, accelerator(policy))
-    assert all(layer._compiled_call_impl is not None for layer in model.layers)
-    tuned.undo()
-    assert all(layer._compiled_call_impl is None for layer in model.layers)
 
 
 def test_the_users_handlers_stay_beside_the_policys() -> None:
@@ -137,14 +116,6 @@ def test_handlers_that_contradict_the_policy_are_an_error(handler: KwargsHandler
     )
 
 
-def test_handlers_are_compared_when_the_policy_is_applied_too() -> None:
-    runs_on = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
-    with pytest.raises(
-        PolicyApplyError, match=r"AutocastKwargs\.enabled: False in kwargs_handlers, True in the policy"
-    ):
-        apply_before_prepare(POLICY, net(), runs_on)
-
-
 def test_an_argument_that_the_policy_decides_is_given_in_one_place() -> None:
     with pytest.raises(PolicyApplyError) as caught:
         accelerator_kwargs(POLICY, mixed_precision="fp16")
@@ -165,39 +136,11 @@ def test_an_accelerator_that_departs_from_the_policy_is_an_error() -> None:
     )
 
 
-def test_compiling_is_left_to_the_accelerator() -> None:
-    policy, model = replace(POLICY, compile="default"), net()
-    tuned = apply_before_prepare(policy, model, accelerator(policy))
-    assert tuned.model is model
-    tuned.undo()
-
-
-def test_a_policy_file_is_held_against_this_machine(tmp_path: Path) -> None:
-    policy, path, model = replace(POLICY, compile="default"), tmp_path / "policy.yaml", net()
-    amptune.save(PolicyFile(policy=policy, valid_for={"nvidia.com/gpu.product": "NVIDIA-NONE"}), path)
-    with pytest.raises(HardwareMismatchError):
-        apply_before_prepare(path, model, accelerator(policy))
-    tuned = apply_before_prepare(path, model, accelerator(policy), any_hardware=True)
-    assert tuned.model is model
-    tuned.undo()
-
-
 def test_a_model_that_was_prepared_is_an_error() -> None:
     runs_on = accelerator(POLICY)
     model = runs_on.prepare(net())
     with pytest.raises(PolicyApplyError, match=r"this Net went through accelerator\.prepare\(\) already"):
         apply_before_prepare(POLICY, model, runs_on)
-
-
-def test_undo_of_a_whole_model_in_fp32_waits_for_what_prepare_has_set() -> None:
-    model = net()
-    tuned = amptune.apply(replace(POLICY, fp32_modules=(Fp32Rule(path="**"),)), model)
-    accelerator(POLICY).prepare(model)
-    with pytest.raises(PolicyApplyError, match=r"instance of the model itself .* `del module\.forward` first"):
-        tuned.undo()
-    del model.forward
-    tuned.undo()
-    assert type(model) is Net
 
 
 def test_half_weights_and_static_scales_are_refused_as_its_scaler_knows_neither() -> None:

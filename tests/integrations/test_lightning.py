@@ -20,7 +20,7 @@ from amptune.hardware.detect import probe
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning
-from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
+from amptune.runtime.claim_watch import STEPS
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
@@ -142,9 +142,7 @@ def test_steps_are_held_to_the_files_evidence(cuda_graphs: bool) -> None:
     file = PolicyFile(policy=policy, valid_for=dict(probe("cpu").labels), evidence={"step_ms": 1e-6})
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", PolicyDriftWarning)
-        trainer(PolicyPrecision(file, submodule="net")).fit(
-            Lit(), loader(batches(STEPS_TO_SETTLE + STEPS_COMPARED + 1))
-        )
+        trainer(PolicyPrecision(file, submodule="net")).fit(Lit(), loader(batches(STEPS + 1)))
     (found,) = [str(warning.message) for warning in said if warning.category is PolicyDriftWarning]
     assert ("cuda_graphs is left out" if cuda_graphs else "this policy promised 1e-06") in found
 
@@ -166,27 +164,6 @@ def saved(policy: Policy, path: Path) -> Path:
     fitted.fit(Lit(), loader())
     fitted.save_checkpoint(path)
     return path
-
-
-def test_a_checkpoint_loads_into_a_plain_model_and_a_plain_scaler(tmp_path: Path) -> None:
-    checkpoint = torch.load(saved(FP16, tmp_path / "fp16.ckpt"), weights_only=False)
-    plain, twin = Lit(), net()
-    plain.load_state_dict(checkpoint["state_dict"])
-    train_plainly(FP16, twin, batches())
-    assert same_weights(plain.net, twin)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.load_state_dict(checkpoint["MixedPrecision"])
-    assert scaler.get_scale() == 256
-
-
-@pytest.mark.parametrize("there", [POLICY, FP16, Policy()], ids=str)
-@pytest.mark.parametrize("here", [POLICY, FP16, Policy()], ids=str)
-def test_a_checkpoint_moves_between_nodes_whose_policies_differ(there: Policy, here: Policy, tmp_path: Path) -> None:
-    path = saved(there, tmp_path / "last.ckpt")
-    precision, model = PolicyPrecision(here, submodule="net"), Lit()
-    trainer(precision, max_epochs=2).fit(model, loader(), ckpt_path=path)
-    assert len(model.losses) == len(batches())  # one epoch was left
-    assert (precision.scaler is not None) == (here is FP16)
 
 
 def test_a_checkpoint_moves_to_and_from_lightnings_own_plugin(tmp_path: Path) -> None:
@@ -221,11 +198,6 @@ def test_the_model_is_plain_again_when_training_raises() -> None:
     with pytest.raises(ZeroDivisionError):
         trainer(PolicyPrecision(POLICY, submodule="net")).fit(model, loader())
     assert type(model.net.head) is nn.Linear
-
-
-def test_precision_beside_the_plugin_is_refused_by_lightning() -> None:
-    with pytest.raises(ValueError, match="Received both `precision=bf16-mixed` and `plugins="):
-        trainer(PolicyPrecision(POLICY), precision="bf16-mixed")
 
 
 def test_a_policy_that_compiles_wants_a_model_that_is() -> None:

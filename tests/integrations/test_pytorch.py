@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config
-from counting import calls_in
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 from training import POLICY, Batch, Net, batches, net, same_weights
 
 from amptune.policy.settings import Fp32Rule, LossScale, Policy
@@ -63,22 +61,6 @@ def test_a_model_compiled_before_its_policy_trains_as_the_eager_one(ran_before: 
         assert compiled(X).dtype is torch.bfloat16
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._functorch.config, "backward_pass_autocast"), reason="this PyTorch does not have the trap"
-)
-def test_without_its_policy_the_backward_of_a_compiled_region_would_be_in_half() -> None:
-    """The trap that `apply` takes out of the way; where this fails, PyTorch has, and it need not any more."""
-    torch.compiler.reset()
-    model = net()
-    tuned = apply(POLICY, model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    eager = gradients(tuned, model)
-    with torch._functorch.config.patch({"backward_pass_autocast": "same_as_forward"}):
-        traced = gradients(tuned, compiled)
-    assert not torch.equal(eager["head.weight"], traced["head.weight"])
-    tuned.undo()
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
 def test_half_weights_compile_in_one_graph_before_and_after_they_are_made(policy: Policy, when: str) -> None:
@@ -95,29 +77,6 @@ def test_half_weights_compile_in_one_graph_before_and_after_they_are_made(policy
         assert compiled(X).dtype is torch.float32
     model.zero_grad()
     assert torch.equal(compiled(X), model(X))
-
-
-@pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program_has_half_weights_too(policy: Policy, strict: bool) -> None:
-    torch.compiler.reset()
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    with apply(replace(policy, fp32_modules=(Fp32Rule(path="1"),)), model):
-        exported: Any = torch.export.export(model, (X,), strict=strict).module()
-        assert exported.state_dict()["0.weight"].dtype is torch.float16
-        assert exported.state_dict()["1.weight"].dtype is torch.float32
-        assert torch.equal(exported(X), model(X))
-
-
-def test_half_weights_keep_the_layout_of_the_policy() -> None:
-    model, plain = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(3, 4, 3))
-    with apply(replace(O2, fp32_modules=(), memory_format="channels_last"), model) as tuned:
-        tuned.optimizer(torch.optim.SGD(model.parameters()))
-        model.load_state_dict(plain.state_dict())
-        assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
-        assert same_weights(model, plain)
-    assert model.get_parameter("0.weight").is_contiguous()
-    assert same_weights(model, plain)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -151,21 +110,6 @@ def test_a_gradient_penalty_is_in_fp32_where_the_modules_are() -> None:
     in_fp32, excluded, in_half = found
     assert torch.equal(excluded, in_fp32)
     assert not torch.equal(in_half, in_fp32)
-
-
-def test_an_averaged_model_is_under_the_policy_too_and_averages() -> None:
-    model = net()
-    with apply(POLICY, model) as tuned:
-        average = AveragedModel(model)
-        keys = list(average.state_dict())
-        with torch.no_grad():
-            model.head.weight.zero_()
-        average.update_parameters(model)
-        average.update_parameters(net())
-        with tuned.autocast():
-            assert average(X).dtype is torch.float32
-    assert keys == list(AveragedModel(net()).state_dict())
-    assert torch.equal(average.get_parameter("module.head.weight"), net().head.weight / 2)
 
 
 def test_tied_weights_stay_tied_across_precisions() -> None:
@@ -241,46 +185,3 @@ def test_a_checkpoint_moves_between_nodes_whose_policies_differ(there: Policy, h
     assert same_weights(plain, model)
     _, state = resumed(here, state, batches(2))
     assert state["scaler"].get("scale") == (256 if here in (FP16, O2) else None)
-
-
-def test_weights_loaded_into_an_applied_model_keep_its_layout() -> None:
-    model, plain = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(3, 4, 3))
-    with apply(Policy(memory_format="channels_last"), model):
-        model.load_state_dict(plain.state_dict())
-        assert model.get_parameter("0.weight").is_contiguous(memory_format=torch.channels_last)
-        assert same_weights(model, plain)
-        plain.load_state_dict(model.state_dict())
-    assert plain.get_parameter("0.weight").is_contiguous()
-
-
-@pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
-def test_a_step_costs_a_few_calls_more_than_the_recipe_by_hand(autocast: Any) -> None:
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    dtype = torch.float16 if autocast == "fp16" else torch.bfloat16
-    scaler = torch.amp.GradScaler("cpu", enabled=autocast == "fp16")
-    tuned = apply(Policy(autocast=autocast), model)
-
-    def by_hand() -> None:
-        with torch.amp.autocast("cpu", dtype=dtype, enabled=autocast != "off"):
-            loss = model(x).sum()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    def under_the_policy() -> None:
-        with tuned.autocast():
-            loss = tuned.model(tuned.batch(x)).sum()
-        tuned.scaler.scale(loss).backward()
-        tuned.scaler.step(optimizer)
-        tuned.scaler.update()
-        optimizer.zero_grad()
-
-    try:
-        for _ in range(25):  # what is imported or made at the first call, and a watch of 20 steps
-            by_hand()
-            under_the_policy()
-        assert calls_in(under_the_policy) - calls_in(by_hand) <= 45  # 30 of 170 to 230 in torch 2.13
-    finally:
-        tuned.undo()

@@ -16,13 +16,12 @@ from amptune.policy.file_io import load
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning
-from amptune.runtime.step_claim import STEPS_COMPARED, STEPS_TO_SETTLE
+from amptune.runtime.claim_watch import STEPS
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which the Trainer of transformers needs, is not installed")
 
 import transformers
-from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from amptune.runtime.integrations.transformers import PolicyCallback, training_arguments
@@ -88,20 +87,12 @@ def test_steps_are_held_to_the_files_evidence(tmp_path: Path) -> None:
     policy = replace(RULE, batch_size=1, accumulate=2)
     labels = dict(probe("cpu").labels)
     callback = PolicyCallback(PolicyFile(policy=policy, valid_for=labels, evidence={"step_ms": 1e-6}))
-    made = trainer(tmp_path, callback, data=batches(2 * (STEPS_TO_SETTLE + STEPS_COMPARED + 1)), logging_steps=1000)
+    made = trainer(tmp_path, callback, data=batches(2 * (STEPS + 1)), logging_steps=1000)
     with pytest.warns(PolicyDriftWarning, match="this policy promised 1e-06"):
         made.train()
     assert not made.optimizer.optimizer._optimizer_step_post_hooks
     assert callback.tuned is not None
     callback.tuned.undo()
-
-
-def test_what_the_trainer_saves_loads_into_a_plain_model(tmp_path: Path) -> None:
-    made, plain = trainer(tmp_path, PolicyCallback(RULE)), ForTrainer()
-    made.train()
-    made.save_model()
-    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert same_weights(plain, made.model)
 
 
 def test_the_arguments_say_what_the_policy_says() -> None:
@@ -173,34 +164,6 @@ def test_each_model_that_model_init_makes_gets_the_policy(policy: Policy, tmp_pa
     assert callback.tuned is not None
     callback.tuned.undo()
     assert type(made.model.net.head) is nn.Linear
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_hyperparameters_are_searched_under_the_policy(tmp_path: Path) -> None:
-    pytest.importorskip("optuna", reason="optuna, with which the Trainer searches, is not installed")
-    made = with_model_init(tmp_path, PolicyCallback(RULE), prediction_loss_only=True)
-    seen: list[set[torch.dtype]] = []
-
-    def objective(_: Any) -> float:
-        weights = torch.cat([p.detach().flatten() for p in made.model.parameters()])
-        seen.append(made.model.net.head_dtypes)
-        return float(weights.norm())
-
-    best = made.hyperparameter_search(
-        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.1, 1.0)},
-        compute_objective=objective,
-        n_trials=2,
-        backend="optuna",
-    )
-    assert 0.1 <= best.hyperparameters["learning_rate"] <= 1.0
-    assert seen == [{torch.float32}] * 2
-
-
-def test_arguments_that_a_trial_changes_are_held_against_the_policy(tmp_path: Path) -> None:
-    made = with_model_init(tmp_path, PolicyCallback(RULE))
-    made.args.bf16 = False
-    with pytest.raises(PolicyApplyError, match="autocast: off here, bf16 in the policy"):
-        made.train()
 
 
 def test_an_argument_in_two_places_is_an_error_that_names_both(tmp_path: Path) -> None:

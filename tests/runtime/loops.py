@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -42,13 +43,31 @@ def loss_of(tuned: Tuned, x: torch.Tensor | None = None) -> Any:
         return tuned.model(tuned.batch(images() if x is None else x)).float().square().mean()
 
 
+def finish(tuned: Tuned, *optimizers: Any) -> None:
+    """What follows the backward pass in the README's loop."""
+    for optimizer in optimizers:
+        tuned.scaler.step(optimizer)
+    tuned.scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
 def train(tuned: Tuned, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    """The README's loop."""
     for _ in range(steps):
         tuned.scaler.scale(loss_of(tuned)).backward()
-        tuned.scaler.step(optimizer)
-        tuned.scaler.update()
-        optimizer.zero_grad()
+        finish(tuned, optimizer)
+
+
+def repeated(step: Callable[[Tuned, Any], None]) -> Loop:
+    """A loop of four such steps."""
+
+    @functools.wraps(step)
+    def loop(tuned: Tuned, model: nn.Module) -> None:
+        optimizer = tuned.optimizer(sgd(model))
+        for _ in range(4):
+            step(tuned, optimizer)
+
+    return loop
 
 
 def run(loop: Loop, policy: Policy, model: nn.Module | None = None, **how: Any) -> tuple[Tuned, list[Any]]:

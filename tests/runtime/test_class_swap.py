@@ -1,24 +1,20 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
-import io
 import pickle
-import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from counting import calls_in
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from amptune.errors import PolicyApplyError
-from amptune.runtime.class_swap import Precision, overlaid, swap, swapped_class, unswap
+from amptune.runtime.class_swap import Precision, overlaid, swap, unswap
 
 bf16 = torch.bfloat16
 Pair = namedtuple("Pair", ["left", "right"])
@@ -57,78 +53,61 @@ def autocast(dtype: torch.dtype = bf16) -> torch.amp.autocast:
     return torch.amp.autocast("cpu", dtype=dtype)
 
 
+KINDS: list[tuple[Any, tuple[int, ...]]] = [
+    (lambda: nn.Linear(8, 8), (4, 8)),
+    (lambda: nn.LayerNorm(8), (4, 8)),
+    (lambda: nn.Conv1d(8, 4, 1), (4, 8, 3)),
+    (lambda: nn.BatchNorm2d(8, track_running_stats=False), (4, 8, 3, 3)),
+    (lambda: nn.LSTM(8, 8), (4, 3, 8)),
+]
+
+
+def first(out: Any) -> torch.Tensor:
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out
+    return found
+
+
+@pytest.mark.parametrize("in_half", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_excluded_linear_computes_exactly_what_fp32_does_on_the_cast_input(dtype: torch.dtype) -> None:
-    linear = nn.Linear(16, 16)
-    x = torch.randn(4, 16).to(dtype)
-    expected = linear(x.float())
-    swap(linear)
+@pytest.mark.parametrize("precision", ["fp32", "fp32-cast", "half"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: type(kind[0]()).__name__)
+def test_a_module_computes_what_one_in_its_precision_does(
+    kind: Any, precision: Precision, dtype: torch.dtype, in_half: bool
+) -> None:
+    """To the bit, with the gradients of that; under autocast alone. Its weights stay as they are."""
+    module = kind[0]()
+    twin, plain = copy.deepcopy(module), copy.deepcopy(module)
+    weights, keys, x = (
+        list(module.parameters()),
+        list(module.state_dict()),
+        torch.randn(*kind[1]).to(dtype if in_half else torch.float32),
+    )
+    inner = dtype if precision == "half" else torch.float32
+    expected = first(twin.to(inner)(x.to(inner)))
+    swap(module, precision)
     with autocast(dtype):
-        out = linear(x)
+        out = first(module(x))
         assert torch.is_autocast_enabled("cpu")
-    assert out.dtype is torch.float32
-    assert torch.equal(out, expected)
-
-
-def test_gradients_are_those_of_fp32_too() -> None:
-    linear, twin = nn.Linear(16, 16), nn.Linear(16, 16)
-    twin.load_state_dict(linear.state_dict())
-    x = torch.randn(4, 16).bfloat16()
-    swap(linear)
-    with autocast():
-        loss = linear(x).square().sum()
-    loss.backward()
-    twin(x.float()).square().sum().backward()
-    assert linear.weight.grad is not None
-    assert twin.weight.grad is not None
-    assert torch.equal(linear.weight.grad, twin.weight.grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cast_output_gives_the_autocast_dtype_back(dtype: torch.dtype) -> None:
-    linear = nn.Linear(16, 16)
-    x = torch.randn(4, 16)
-    expected = linear(x).to(dtype)
-    swap(linear, "fp32-cast")
+    assert out.dtype is (torch.float32 if precision == "fp32" else dtype)
+    assert torch.equal(out, expected.to(out.dtype))
+    out.float().square().sum().backward()
+    expected.to(out.dtype).float().square().sum().backward()
+    assert all(one is own for one, own in zip(module.parameters(), weights, strict=True))
+    for one, other in zip(weights, twin.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.dtype is torch.float32
+        assert torch.equal(one.grad, other.grad.float())
     with autocast(dtype):
-        assert torch.equal(linear(x), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_module_in_half_computes_what_its_half_copy_does(dtype: torch.dtype) -> None:
-    norm, x = nn.LayerNorm(16), torch.randn(4, 16)
-    nn.init.normal_(norm.weight)
-    expected = copy.deepcopy(norm).to(dtype)(x.to(dtype))
-    swap(norm, "half")
-    with autocast(dtype):
-        out = norm(x)
+        with pytest.raises((RuntimeError, ValueError)):
+            module(torch.ones(1, 1, 5))
         assert torch.is_autocast_enabled("cpu")
-    assert torch.equal(out, expected)
-    assert torch.equal(norm(x), nn.functional.layer_norm(x, (16,), norm.weight, norm.bias))  # outside autocast
-
-
-def test_a_module_in_half_keeps_fp32_weights_and_their_gradients() -> None:
-    norm = nn.LayerNorm(16)
-    weight, keys = norm.weight, list(norm.state_dict())
-    swap(norm, "half")
-    with autocast():
-        norm(torch.randn(4, 16)).square().sum().backward()
-    assert norm.weight is weight
-    assert weight.grad is not None
-    assert weight.grad.dtype is torch.float32
-    assert list(norm.state_dict()) == keys
-    assert type(copy.deepcopy(norm)) is type(norm)
-    unswap(norm)
-    assert type(norm) is nn.LayerNorm
-
-
-def test_a_module_that_raises_in_half_has_its_weights_back() -> None:
-    norm = nn.LayerNorm(16)
-    weight = norm.weight
-    swap(norm, "half")
-    with autocast(), pytest.raises(RuntimeError):
-        norm(torch.randn(4, 3))
-    assert norm.weight is weight
+    assert list(module.state_dict()) == keys
+    assert isinstance(module, type(plain))
+    unswap(module)
+    assert type(module) is type(plain)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(first(module.eval()(x.float())), first(plain.eval()(x.float())))
 
 
 def test_only_a_module_without_children_can_be_in_half() -> None:
@@ -167,15 +146,6 @@ def test_cast_output_reaches_nested_outputs_and_leaves_integers_and_doubles() ->
     assert (out["a"].dtype, out["b"][0].dtype, out["b"][1].dtype) == (bf16, torch.long, torch.double)
 
 
-def test_autocast_is_back_on_after_an_exception() -> None:
-    linear = nn.Linear(4, 4)
-    swap(linear)
-    with autocast():
-        with pytest.raises(RuntimeError, match="shape"):
-            linear(torch.ones(1, 5))
-        assert torch.is_autocast_enabled("cpu")
-
-
 def test_modules_inside_an_excluded_one_run_in_fp32_without_casts_between() -> None:
     last = nn.Linear(4, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), last))
@@ -185,22 +155,6 @@ def test_modules_inside_an_excluded_one_run_in_fp32_without_casts_between() -> N
     with autocast():
         assert model(torch.randn(2, 4)).dtype is torch.float32
     assert seen == [torch.float32]
-
-
-@pytest.mark.parametrize(
-    ("module", "x"),
-    [
-        (nn.LSTM(4, 4, batch_first=True), torch.randn(2, 3, 4)),
-        (nn.Embedding(5, 4), torch.tensor([1, 2])),
-        (nn.BatchNorm2d(3), torch.randn(2, 3, 4, 4)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_other_kinds_of_layers_run_in_fp32(module: nn.Module, x: torch.Tensor) -> None:
-    swap(module)
-    with autocast():
-        out = module(x.bfloat16() if x.is_floating_point() else x)
-    assert (out[0] if isinstance(out, tuple) else out).dtype is torch.float32
 
 
 def test_names_keys_and_instance_checks_hold() -> None:
@@ -228,46 +182,11 @@ def test_unswap_restores_the_class_and_one_class_serves_all_its_modules() -> Non
     assert type(one) is nn.Linear
 
 
-def test_a_class_made_for_one_module_is_not_kept_alive() -> None:
-    def swapped_type() -> weakref.ref[type]:
-        class Local(nn.Module):
-            pass
-
-        module = Local()
-        swap(module)
-        return weakref.ref(type(module))
-
-    made = swapped_type()
-    gc.collect()
-    assert made() is None
-
-
 def test_a_module_is_swapped_only_once() -> None:
     linear = nn.Linear(4, 4)
     swap(linear)
     with pytest.raises(PolicyApplyError, match="runs under a policy already"):
         swap(linear, "fp32-cast")
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_stays_excluded(protocol: int) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    swap(model[1], "fp32-cast")
-    loaded: nn.Sequential = pickle.loads(pickle.dumps(model, protocol))
-    assert type(loaded[1]) is type(model[1])
-    assert type(loaded[0]) is nn.Linear
-    assert torch.equal(loaded.get_parameter("1.weight"), model.get_parameter("1.weight"))
-
-
-def test_torch_save_of_a_whole_model_and_of_its_state_both_load() -> None:
-    model, plain = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
-    swap(model[0])
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    assert swapped_class(torch.load(file, weights_only=False)[0]) is not None
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain.get_parameter("0.weight"), model.get_parameter("0.weight"))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deepcopy", "copy"])
@@ -290,19 +209,6 @@ def test_a_module_with_a_reduction_of_its_own_is_copied_by_it_and_stays_excluded
         assert other.note == "rebuilt"
 
 
-def test_a_parametrized_module_is_excluded_with_its_parametrization() -> None:
-    linear = parametrizations.weight_norm(nn.Linear(4, 4))
-    swap(linear)
-    with autocast():
-        assert linear(torch.ones(1, 4).bfloat16()).dtype is torch.float32
-    other = copy.deepcopy(linear)
-    assert type(other) is type(linear)
-    unswap(linear)
-    assert parametrize.is_parametrized(linear, "weight")
-    parametrize.remove_parametrizations(linear, "weight")
-    assert type(linear) is nn.Linear
-
-
 @pytest.mark.parametrize("lazy", [nn.LazyLinear(4), nn.LazyConv1d(4, 1)], ids=lambda module: type(module).__name__)
 def test_a_lazy_module_stays_excluded_when_it_is_built(lazy: Any) -> None:
     module = copy.deepcopy(lazy)
@@ -314,14 +220,6 @@ def test_a_lazy_module_stays_excluded_when_it_is_built(lazy: Any) -> None:
     assert copy.deepcopy(module)(x).dtype is torch.float32
     unswap(module)
     assert type(module) is lazy.cls_to_become
-
-
-def test_a_lazy_module_can_be_unswapped_before_it_is_built() -> None:
-    lazy = nn.LazyLinear(4)
-    swap(lazy)
-    unswap(lazy)
-    lazy(torch.ones(2, 3))
-    assert type(lazy) is nn.Linear
 
 
 def test_a_class_put_over_the_swap_must_go_first() -> None:
@@ -377,34 +275,3 @@ def test_compiled_it_gives_the_same_numbers_without_a_graph_break(backend: str, 
     with autocast():
         assert torch.equal(compiled(x), model(x))
     assert torch.equal(compiled(x), model(x))
-
-
-def test_nested_arguments_compile_without_a_graph_break() -> None:
-    class Nested(nn.Module):
-        def forward(self, pair: Any, *, more: Any, inputs: Inputs) -> Any:
-            return {"sum": pair[0] @ pair[1] + more["x"][0] + inputs.x}
-
-    torch.compiler.reset()
-    module = Nested()
-    swap(module, "fp32-cast")
-    x = torch.randn(4, 4).bfloat16()
-
-    def call(x: torch.Tensor) -> Any:
-        return module((x, x), more={"x": [x]}, inputs=Inputs(x))
-
-    with autocast():
-        expected = call(x)["sum"]
-        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(x)["sum"], expected)
-    assert expected.dtype is bf16
-
-
-@pytest.mark.parametrize(("precision", "most"), [("fp32", 45), ("fp32-cast", 50), ("half", 125)])
-def test_a_precision_of_its_own_adds_a_few_calls_to_a_modules(precision: Precision, most: int) -> None:
-    """32, 38 and 93 in Python 3.11. To enter and leave `torch.autocast` takes 26, `functional_call` many more."""
-    module, x = nn.Linear(1, 1), torch.ones(1)
-    with autocast():
-        module(x)
-        before = calls_in(lambda: module(x))
-        swap(module, precision)
-        module(x)
-        assert calls_in(lambda: module(x)) - before <= most

@@ -124,15 +124,6 @@ def counts_of_training(folder: Path, artifacts: Any) -> dict[str, int]:
     return counts
 
 
-def test_training_in_another_script_with_an_empty_cache_finds_every_graph_of_the_tuner(folder: Path) -> None:
-    counts = counts_of_training(folder, True)
-    assert counts["fxgraph_cache_hit"] == 2  # forward and backward pass
-    assert counts["autograd_cache_hit"] == 1
-    assert counts["compiled_kernels"] == 0
-    assert "fxgraph_cache_miss" not in counts
-    assert "autograd_cache_miss" not in counts
-
-
 @pytest.mark.slow
 def test_training_that_does_not_ask_compiles(folder: Path) -> None:
     counts = counts_of_training(folder, False)
@@ -219,13 +210,6 @@ def test_artifacts_of_another_policy_are_not_loaded_and_those_of_another_batch_s
         apply(folder / "policy.yaml", net, artifacts=True).undo()
 
 
-def test_a_policy_that_does_not_compile_needs_no_artifacts(folder: Path, net: nn.Module) -> None:
-    save(Policy(autocast="bf16"), folder / "policy.yaml")
-    beside(folder / "policy.yaml").unlink()
-    with apply(folder / "policy.yaml", net, artifacts=True) as tuned:
-        assert tuned.findings == ()
-
-
 def test_the_file_beside_a_policy_that_has_no_file_is_an_error_and_a_path_is_none(folder: Path, net: nn.Module) -> None:
     with pytest.raises(PolicyApplyError, match=r"comes from no file: give the artifacts by their path, artifacts="):
         apply(COMPILED, net, artifacts=True)
@@ -265,3 +249,12 @@ def test_no_shared_object_is_written_outside_the_cache_or_over_another(folder: P
         Path("cache/ab/new.so"),
     }
     assert own.read_bytes() == b"built here"
+
+
+def test_training_in_another_script_with_an_empty_cache_finds_every_graph_of_the_tuner(folder: Path) -> None:
+    counts = counts_of_training(folder, True)
+    assert counts["fxgraph_cache_hit"] == 2  # forward and backward pass
+    assert counts["autograd_cache_hit"] == 1
+    assert counts["compiled_kernels"] == 0
+    assert "fxgraph_cache_miss" not in counts
+    assert "autograd_cache_miss" not in counts

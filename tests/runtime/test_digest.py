@@ -46,8 +46,3 @@ def test_a_cache_that_grows_while_a_model_runs_does_not_count() -> None:
     digest = model_digest(model)
     model.register_buffer("cache", torch.zeros(9), persistent=False)
     assert model_digest(model) == digest
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")  # older torch calls them new
-def test_a_lazy_model_has_a_digest_before_it_knows_its_shapes() -> None:
-    assert model_digest(nn.Sequential(nn.LazyLinear(4))).startswith("sha256:")

@@ -77,27 +77,10 @@ def assert_effective(math: Fp32Math) -> None:
     assert "contradiction" not in readings()
 
 
-@pytest.mark.parametrize("math", ["stock", "ieee", "tf32"])
-def test_fp32_math_is_set_from_pytorch_s_defaults_and_put_back(math: Fp32Math) -> None:
-    before = readings()
-    undo = set_fp32_math(math)
-    assert_effective(math)
-    undo()
-    assert readings() == before
-
-
 def test_stock_touches_nothing_in_a_fresh_process() -> None:
     before = readings_under_other_parents()
     set_fp32_math("stock")
     assert readings_under_other_parents() == before
-
-
-def test_tf32_is_not_taken_for_the_bf16_that_medium_means_on_a_cpu() -> None:
-    torch.set_float32_matmul_precision("medium")
-    undo = set_fp32_math("tf32")
-    assert torch.get_float32_matmul_precision() == "high"
-    undo()
-    assert torch.get_float32_matmul_precision() == "medium"
 
 
 def older_steps() -> Iterator[Callable[[], object]]:

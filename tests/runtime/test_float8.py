@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -17,20 +15,13 @@ from torch.nn import functional
 
 import amptune
 from amptune import Float8Rule, Fp32Rule, HalfRule, Policy
-from amptune.errors import FileFormatError, PolicyApplyError
+from amptune.errors import PolicyApplyError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules import inspection
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.numerics.parity import judge
 from amptune.measure.numerics.reference import make_reference
-from amptune.policy.artifact_file import digest_of
-from amptune.policy.file_io import parse_policy
-from amptune.policy.policy_file import PolicyFile
-from amptune.policy.serialization import schema_of
 from amptune.policy.setting_effects import changes_graph, numerics_of, rounding_of
-from amptune.policy.settings import Reason, settled
-from amptune.policy.yaml_text import parse
-from amptune.report.explanation import explain
 from amptune.runtime import float8
 from amptune.search.gate.judgement import judged
 from amptune.search.table.ablation import variants_of
@@ -103,33 +94,10 @@ def off(some: torch.Tensor, others: torch.Tensor) -> float:
 # --- files and words ---------------------------------------------------------------------------------------------
 
 
-def test_a_file_names_linears_by_rules() -> None:
-    text = "schema: amptune.policy/1\nautocast: bf16\nfloat8_modules: [{path: layers.*.mlp.*}]\n"
-    read = parse_policy(parse(text, "x.yaml"))
-    assert isinstance(read, PolicyFile)
-    assert read.policy == MLPS
-    assert schema_of("policy")["properties"]["float8_modules"]["type"] == "array"
-    assert str(MLPS) == "bf16, FP8: layers.*.mlp.*"
-    assert "float8_modules layers.*.mlp.*: the products of these Linears run in FP8" in "\n".join(explain(read))
-
-
-@pytest.mark.parametrize("autocast", ["off", "fp16"])
-def test_it_is_for_bf16(autocast: str) -> None:
-    text = f"schema: amptune.policy/1\nautocast: '{autocast}'\nfloat8_modules: [{{type: Linear}}]\n"
-    with pytest.raises(FileFormatError, match=f"float8_modules: FP8 is for autocast bf16, and autocast is {autocast}"):
-        parse_policy(parse(text, "x.yaml"))
-    assert settled({"autocast": autocast, "float8_modules": MLPS.float8_modules}) == Policy(autocast=autocast)  # type: ignore[arg-type]
-
-
 def test_it_rounds_otherwise_and_makes_another_graph() -> None:
     assert rounding_of(MLPS) == numerics_of(MLPS) == MLPS
     assert changes_graph("float8_modules")
     assert [one.policy for one in variants_of(MLPS)] == [Policy(), BF16]
-
-
-def test_artifacts_do_not_depend_on_the_reason_of_a_rule() -> None:
-    reasoned = replace(MLPS, float8_modules=(Float8Rule(path="layers.*.mlp.*", reason=Reason(saves_ms=1.0)),))
-    assert digest_of(reasoned) == digest_of(MLPS) != digest_of(BF16)
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -207,17 +175,6 @@ def test_values_are_rounded_to_fp8_and_gradients_stay_near(rows: int) -> None:
 
 
 @pytest.mark.usefixtures("_emulated")
-def test_a_batch_of_any_shape_is_as_its_rows() -> None:
-    """Rows of zeros are added to 21 rows, which changes no value."""
-    linear = nn.Sequential(nn.Linear(32, 64))
-    x = torch.randn(3, 7, 32)
-    with amptune.apply(replace(BF16, float8_modules=(Float8Rule(path="0"),)), linear) as tuned, tuned.autocast():
-        out = tuned.model(x)
-        assert out.shape == (3, 7, 64)
-        assert torch.equal(tuned.model(torch.cat([x.flatten(0, 1), torch.zeros(11, 32)]))[:21], out.flatten(0, 1))
-
-
-@pytest.mark.usefixtures("_emulated")
 def test_modules_in_fp32_stay_so_and_of_rules_in_half_fp8_wins() -> None:
     rules = (Float8Rule(path="layers"), Float8Rule(type="Linear"))
     model = nn.Sequential(*(Net().layers))
@@ -246,16 +203,6 @@ def test_without_a_compiler_a_finding_says_what_is_missing() -> None:
     assert codes == [["float8-not-compiled"], []]
 
 
-@pytest.mark.usefixtures("_emulated")
-def test_copies_and_pickles_run_in_fp8_too() -> None:
-    model = built()
-    x = torch.randn(16, 10)
-    with amptune.apply(MLPS, model) as tuned, tuned.autocast():
-        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert in_float8(other) == in_float8(model)
-            assert torch.equal(other(x), tuned.model(x))
-
-
 # --- what a search is told ---------------------------------------------------------------------------------------
 
 
@@ -281,11 +228,6 @@ def test_wide_linears_are_those_that_are_called_but_the_head(monkeypatch: pytest
     monkeypatch.setattr(float8, "EMULATE", False)
     if not torch.cuda.is_available():
         assert wide_linears_of(built()) == ()
-
-
-@pytest.mark.usefixtures("_emulated")
-def test_a_narrow_model_has_none() -> None:
-    assert wide_linears_of(built()) == ()
 
 
 # --- what the gate says ------------------------------------------------------------------------------------------

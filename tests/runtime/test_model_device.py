@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from amptune.policy.settings import Policy
-from amptune.runtime.apply_policy import apply
 from amptune.runtime.model_device import ModelDevice
 
 
@@ -56,25 +54,3 @@ def test_without_parameters_it_is_where_its_buffers_are_and_without_these_on_the
     model = nn.BatchNorm1d(2, affine=False, device="meta")
     assert ModelDevice(model).device_type == "meta"
     assert ModelDevice(nn.ReLU()).device_type == "cpu"
-
-
-def test_it_is_not_looked_for_again_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    with apply(Policy(autocast="bf16"), model) as tuned:
-        tuned.autocast()
-        monkeypatch.setattr(nn.Module, "named_modules", lambda *_, **__: pytest.fail("walked through"))
-        tuned.autocast()
-        assert not tuned.scaler.is_enabled()
-        monkeypatch.undo()
-
-
-def test_a_compiled_step_that_autocasts_is_one_graph() -> None:
-    model = net()
-    tuned = apply(Policy(autocast="bf16"), model)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        with tuned.autocast():
-            return model(x)  # type: ignore[no-any-return]
-
-    assert forward(torch.ones(4, 2)).dtype is torch.bfloat16

@@ -74,13 +74,6 @@ def test_each_container_keeps_its_type_and_is_not_changed_in_place(value: Any) -
     assert repr(value) == before
 
 
-@pytest.mark.parametrize(
-    "value", [(ONE,), [ONE], Pair(ONE, 1), {"x": ONE}, Sample(ONE, 1), Frozen(ONE), "text", None, 3]
-)
-def test_what_does_not_change_is_returned_itself(value: Any) -> None:
-    assert map_tensors(lambda tensor: tensor, value) is value
-
-
 def test_a_plain_and_a_frozen_dataclass_are_copied_with_new_tensors() -> None:
     sample, frozen = Sample(ONE, 7), Frozen(ONE, "two")
     assert map_tensors(double, sample).image.tolist() == [2, 2]

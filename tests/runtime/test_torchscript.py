@@ -89,11 +89,6 @@ def test_scripted_modules_run_and_their_lists_do_not() -> None:
     ]  # fmt: skip
 
 
-def test_a_scripted_module_cannot_get_a_precision_of_its_own() -> None:
-    with pytest.raises(PolicyApplyError, match=r"0 is a TorchScript module, whose forward cannot be replaced"):
-        apply(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="0"),)), scripted())
-
-
 def test_weights_of_a_scripted_module_are_not_held_in_half() -> None:
     model = scripted()
     with pytest.raises(PolicyApplyError, match=r"0\.links\.0 is a TorchScript module, whose checkpoints cannot"):

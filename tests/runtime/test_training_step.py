@@ -115,20 +115,6 @@ def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
         assert train.has_updated
 
 
-def test_the_batch_comes_in_the_policys_memory_format() -> None:
-    model = nn.Conv2d(3, 2, 3)
-    seen = []
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        seen.append(batch.is_contiguous(memory_format=torch.channels_last))
-        out: torch.Tensor = model(batch).square().mean()
-        return out
-
-    with apply(Policy(memory_format="channels_last"), model) as tuned:
-        tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(2, 3, 8, 8))
-    assert seen == [True]
-
-
 def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
     model = net()
     tuned = apply(Policy(autocast="bf16"), model)
@@ -177,3 +163,17 @@ def _trained_by_rank(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_ranks_exchange_gradients_once_a_step(tmp_path: Path) -> None:
     mp.spawn(_trained_by_rank, (tmp_path,), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
+
+
+def test_the_batch_comes_in_the_policys_memory_format() -> None:
+    model = nn.Conv2d(3, 2, 3)
+    seen = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(batch.is_contiguous(memory_format=torch.channels_last))
+        out: torch.Tensor = model(batch).square().mean()
+        return out
+
+    with apply(Policy(memory_format="channels_last"), model) as tuned:
+        tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(2, 3, 8, 8))
+    assert seen == [True]

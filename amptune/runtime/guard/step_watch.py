@@ -1,18 +1,17 @@
-"""Checks that a training loop applies its gradients correctly: once, unscaled, outside autocast, and to its model."""
+"""Checks that a training loop applies its gradients correctly: once, unscaled, and computed outside autocast."""
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amptune.changes.tensor_tree import tensors_in
-from amptune.runtime.guard.gradient_marks import GradientMarks, rest, unwatch, watch
-from amptune.runtime.guard.misuse import Misuse, Place, frames_above
+from amptune.runtime.guard.gradient_marks import GradientBefore, GradientMarks
+from amptune.runtime.guard.misuse import Misuse
 from amptune.runtime.scaler import has_scaler
 
 if TYPE_CHECKING:
@@ -25,237 +24,172 @@ if TYPE_CHECKING:
 
 __all__ = ["WATCHED_STEPS", "StepWatch"]
 
-# Steps of the optimizer that steps most often.
-WATCHED_STEPS = 20
+WATCHED_STEPS = 20  # of the optimizer that steps most often
 _MOST_PASSES = 10 * WATCHED_STEPS
+
+# The hook serves all watches. If a model is dropped without undo, it stays, idle, until the next watch ends.
+_watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+_hooks: list[torch.utils.hooks.RemovableHandle] = []
 
 
 @dataclass(slots=True)
 class _Steps:
-    """The steps of one optimizer: their number, and what the last one applied, in the time of `GradientMarks`."""
+    """The steps of one optimizer; when the last began and ended, in `GradientMarks`' time, and what it applied."""
 
     count: int = 0
-    without_scaler: int = 0
-    last_gradient: int = 0
-    last_by_scaler: bool = False
-    last_place: Place | None = None
-    applied: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
-
-    def note_applied(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.applied = [(weakref.ref(p.grad), p.grad._version) for p in parameters if p.grad is not None]
-
-    def has_applied(self, parameters: Sequence[torch.Tensor], *, unscaled: bool) -> bool:
-        """Returns True if no gradient was replaced since the last step, or written to, save by a scaler's unscaling."""
-        now = [p.grad for p in parameters if p.grad is not None]
-        return len(now) == len(self.applied) and all(
-            ref() is grad and (unscaled or grad._version == version)
-            for grad, (ref, version) in zip(now, self.applied, strict=True)
-        )
+    begun: int = 0
+    ended: int = 0
+    by_scaler: bool = False
+    scaler_calls: bool = False
+    applied: list[GradientBefore] = field(default_factory=list)
 
 
 class StepWatch:
     """A watch on gradients from backward to the optimizer's step, whoever calls the step, until `remove`.
 
-    The loss scaler reports by the methods with `scale` in their names; hooks see everything else. `most_steps` is the
-    number of steps of the optimizer that stepped most often.
+    The loss scaler reports by the methods with `scale` in their names; hooks see everything else. If `scale_was_asked`,
+    the loop may unscale by hand until the next step.
     """
 
-    def __init__(self, policy: Policy, model: nn.Module, misuse: Misuse, after_gradient: Callable[[], None]) -> None:
-        self.most_steps = 0
-        self.autocast_was_used = False
-        self._scale_was_used = False
-        self._scale_was_asked = False
-        self._steps_of_any = 0
+    def __init__(self, policy: Policy, model: nn.Module, after_gradient: Callable[[], None]) -> None:
+        self.most_steps = self._steps_of_any = 0
+        self.autocast_was_used = self.scale_was_asked = self._scale_was_used = False
+        self.misuse = Misuse()
         self._scales = has_scaler(policy)
-        self._needs_masters = policy.master_weights
-        self._handed_out: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._in_half = "with half weights" if policy.weights == "half" else "under autocast fp16"
+        self._has_half_weights = policy.weights == "half"
         self._model = weakref.ref(model)  # weak, since the model's hooks refer to this watch
-        self._misuse = misuse
         self._after_gradient = after_gradient
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-        self._gradients = GradientMarks(model, self._look_at_backward)
-        watch(self)
+        self._gradients = GradientMarks(model, self._look_at_backward, keeps_sizes=self._scales)
+        _watches.add(self)
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+            _hooks.append(register_optimizer_step_post_hook(_after_step))
 
-    def remove(self, *, for_good: bool) -> bool:
-        """Removes the hooks; returns False if some of the model's stay because torch.compile has traced them.
-
-        Not to be called in a hook of a step: PyTorch is iterating over these hooks then.
-        """
-        unwatch(self, for_good=for_good)
-        return self._gradients.remove(for_good=for_good)
+    def remove(self) -> None:
+        """Removes the hooks. Not to be called in a hook of a step: PyTorch is iterating over these hooks then."""
+        self._gradients.remove()
+        _watches.discard(self)
+        while _hooks and not _watches:
+            _hooks.pop().remove()
 
     @property
     def is_over(self) -> bool:
-        """True after `WATCHED_STEPS`; for a model that does not train, after many steps of others; and after many
-        backward passes if no step is seen, as where torch.compile traced it.
-        """
+        """True after `WATCHED_STEPS`, and after many steps of another model or passes without a step that is seen."""
         unseen = not self.most_steps and self._gradients.passes >= _MOST_PASSES
         return unseen or self.most_steps >= WATCHED_STEPS or self._steps_of_any >= _MOST_PASSES
-
-    def handed_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that the optimizer went through `tuned.optimizer`."""
-        self._handed_out.add(optimizer)
 
     def after_scale(self, scaled: Any) -> None:
         self._scale_was_used = True
         for loss in tensors_in(scaled):
             self._gradients.follow_scaled(loss)
 
-    def scale_asked(self) -> None:
-        """Notes that the loop knows the scale, and may unscale by hand until the next step."""
-        self._scale_was_asked = True
-
-    def after_unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        self._gradients.unscaled(_parameters(optimizer))
+    def before_unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = _parameters(optimizer)
+        if not self.scale_was_asked and self._gradients.are_cut(parameters):
+            self.misuse.note(
+                "clipped-before-unscale",
+                "gradients were clipped while they were still multiplied by the loss scale, so nearly all of them was "
+                "cut off: call tuned.scaler.unscale_(optimizer) before",
+            )
+        self._gradients.unscaled(parameters)
+        self.misuse.tell(3)  # the caller of the scaler's method
 
     def before_scaler_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        self._look_at_step(optimizer, by_scaler=True, is_scaled=True, has_closure=has_closure)
+        self._look_at_step(optimizer, by_scaler=True, has_closure=has_closure)
+        self.misuse.tell(3)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         self._steps_of_any += 1
-        if self.is_over:  # of a model that does not train: nothing else may tell
-            rest(self)
-            return
-        is_nested, scaler = _stepping()
-        guard = getattr(scaler, "guard", None)
-        if is_nested or (guard is not None and guard.step_watch is self):  # seen by `before_scaler_step` already
-            return
-        is_scaled = scaler is not None and scaler.is_enabled()
-        self._look_at_step(optimizer, by_scaler=scaler is not None, is_scaled=is_scaled, has_closure=has_closure)
+        steps = self._optimizers.get(optimizer)
+        if steps is not None and steps.scaler_calls:  # seen by `before_scaler_step`
+            steps.scaler_calls = False
+        elif not self.is_over:
+            self._look_at_step(optimizer, by_scaler=False, has_closure=has_closure)
+            self.misuse.tell(4)  # the caller of optimizer.step()
 
-    def before_clipping(self, gradients: Sequence[torch.Tensor]) -> None:
-        model = self._model()
-        if model is None:
-            return
-        clipped = {id(gradient) for gradient in gradients}
-        newest = self._gradients.newest(p for p in model.parameters() if id(p.grad) in clipped)
-        if newest is not None and newest.origin == "scaled loss" and not self._scale_was_asked:
-            self._misuse.say(
-                "clipped-before-unscale",
-                "gradients are clipped at {here} while they are still multiplied by the loss scale, so nearly all of "
-                "them is cut off: call tuned.scaler.unscale_(optimizer) before",
-            )
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what was applied. A step that raised, and a subclass's that goes on to its class's, have not ended."""
+        steps, parameters = self._optimizers.get(optimizer), _parameters(optimizer)
+        newest = self._gradients.newest(parameters)
+        if steps is not None and newest is not None:
+            steps.ended = newest.when
+            steps.applied = [GradientBefore(one.grad) for one in parameters if one.grad is not None]
 
     def _look_at_backward(self, parameter: torch.Tensor) -> None:
         # Without a cache it is Lightning's, which runs the whole training_step in autocast in manual optimization.
-        if _is_inside_autocast(parameter.device) and torch.is_autocast_cache_enabled():
-            self._misuse.say(
+        has_autocast = torch.amp.is_autocast_available(parameter.device.type) and torch.is_autocast_cache_enabled()
+        if has_autocast and torch.is_autocast_enabled(parameter.device.type):
+            self.misuse.note(
                 "backward-inside-autocast",
-                "backward() at {here} runs inside autocast, which casts operations of the backward anew, to other "
-                "dtypes than the forward had: leave the `with tuned.autocast():` block before it",
+                "backward() runs inside autocast, which casts operations of the backward anew, to other dtypes than "
+                "the forward had: leave the `with tuned.autocast():` block before it",
             )
+            self.misuse.tell(6)  # the caller of Tensor.backward; autograd's thread for a GPU has no caller
         self._after_gradient()
 
-    def _look_at_step(
-        self, optimizer: torch.optim.Optimizer, *, by_scaler: bool, is_scaled: bool, has_closure: bool
-    ) -> None:
-        model = self._model()
-        if model is None:
-            return
-        parameters = _parameters(optimizer)
-        if not {id(parameter) for parameter in parameters} & {id(parameter) for parameter in model.parameters()}:
-            self._look_at_stranger(parameters, model)
+    def _look_at_step(self, optimizer: torch.optim.Optimizer, *, by_scaler: bool, has_closure: bool) -> None:
+        model, parameters = self._model(), _parameters(optimizer)
+        if model is None or not {id(one) for one in parameters} & {id(one) for one in model.parameters()}:
             return
         steps = self._optimizers.setdefault(optimizer, _Steps())
-        steps.count += 1
-        self.most_steps = max(self.most_steps, steps.count)
-        self._look_at_autocast(parameters[0].device)
-        self._look_at_masters(optimizer, parameters)
-        is_scaled_by_hand, self._scale_was_asked = self._scale_was_asked, False
+        knows_scale, self.scale_was_asked = self.scale_was_asked, False
         newest = self._gradients.newest(parameters)
-        if has_closure or newest is None:  # a closure computes its gradients later
+        when = 0 if newest is None else newest.when
+        if steps.ended < when == steps.begun:
             return
-        if newest.when <= steps.last_gradient:
-            self._look_at_repetition(steps, parameters, by_scaler=by_scaler)
-        elif self._scales and not is_scaled and not is_scaled_by_hand:
-            self._look_at_origin(newest, steps)
-        if is_scaled:
-            self._gradients.unscaled(parameters)
-        steps.last_gradient, steps.last_by_scaler, steps.last_place = newest.when, by_scaler, self._misuse.here()
-        steps.note_applied(parameters)
+        steps.count, steps.begun, steps.scaler_calls = steps.count + 1, when, by_scaler
+        self.most_steps = max(self.most_steps, steps.count)
+        if newest is not None and not has_closure:  # which computes its gradients later
+            if when <= steps.ended:
+                self._look_at_repetition(steps, parameters, by_scaler=by_scaler or steps.by_scaler)
+            # A GradScaler of the loop's own sets `found_inf` while a fused optimizer steps, and has it unscale.
+            elif self._scales and not by_scaler and not knows_scale and getattr(optimizer, "found_inf", None) is None:
+                self._look_at_origin(newest, parameters, is_first=steps.count == 1)
+        steps.by_scaler = by_scaler
 
     def _look_at_repetition(self, steps: _Steps, parameters: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
-        """Gradients that the loop set itself since the last step are new, though no backward gave them."""
-        scaled = by_scaler or steps.last_by_scaler
-        if steps.has_applied(parameters, unscaled=scaled):
+        """Gradients that the loop set or wrote to since the last step are new, though no backward gave them."""
+        now = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if len(now) == len(steps.applied) and all(map(GradientBefore.is_as, steps.applied, now)):
             calls = "tuned.scaler.step(optimizer) calls optimizer.step(), leave the other out"
-            self._misuse.say(
+            self.misuse.note(
                 "stepped-twice",
-                f"the optimizer steps again at {{here}} on gradients that were already applied at {steps.last_place}, "
-                f"so every update is taken twice: {calls if scaled else 'leave one of the two steps out'}",
+                "the optimizer steps again on gradients that were already applied, so every update is taken twice: "
+                f"{calls if by_scaler else 'leave one of the two steps out'}",
             )
 
-    def _look_at_origin(self, gradient: Mark, steps: _Steps) -> None:
+    def _look_at_origin(self, gradient: Mark, parameters: Sequence[torch.Tensor], *, is_first: bool) -> None:
+        needs_scaler = (self.autocast_was_used or self._has_half_weights) and not self._scale_was_used
         if gradient.origin == "scaled loss":
-            self._misuse.say(
+            self.misuse.note(
                 "stepped-on-scaled-gradients",
-                "optimizer.step() at {here} applies gradients that are still multiplied by the loss scale, overflowed "
-                "ones too: call tuned.scaler.step(optimizer) instead",
+                "optimizer.step() applies gradients that are still multiplied by the loss scale, overflowed ones too: "
+                "call tuned.scaler.step(optimizer) instead",
             )
-        elif gradient.origin == "plain loss" and self._computes_in_half and not self._scale_was_used:
-            # Said at the second time only: another loss of the iteration may be scaled, and this one need no scale.
-            steps.without_scaler += 1
-            if steps.without_scaler == 2:
-                self._misuse.say(
-                    "stepped-without-scaler",
-                    f"optimizer.step() at {{here}} trains {self._in_half} without a loss scaler, so small gradients "
-                    "become zero: write tuned.scaler.scale(loss).backward(); tuned.scaler.step(optimizer); "
-                    "tuned.scaler.update()",
-                )
-
-    @property
-    def _computes_in_half(self) -> bool:
-        return self.autocast_was_used or self._in_half == "with half weights"
-
-    def _look_at_autocast(self, device: torch.device) -> None:
-        if _is_inside_autocast(device) and torch.is_autocast_cache_enabled():
-            self._misuse.say(
-                "stepped-inside-autocast",
-                "the optimizer steps at {here} inside autocast, which keeps its casts of the old weights for what "
-                "follows in the block: leave the `with tuned.autocast():` block before it",
-            )
-
-    def _look_at_masters(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        in_half = any(parameter.dtype is torch.float16 for parameter in parameters)
-        if self._needs_masters and in_half and optimizer not in self._handed_out:
-            self._misuse.say(
-                "stepped-without-masters",
-                "optimizer.step() at {here} updates weights in half, and small updates are lost, as this optimizer has "
-                "no master weights: write optimizer = tuned.optimizer(optimizer) before",
-            )
-
-    def _look_at_stranger(self, parameters: Sequence[torch.Tensor], model: nn.Module) -> None:
-        """Checks an optimizer that has no parameter of the model; most likely it rightly belongs to another model."""
-        if not self._gradients.now or any(parameter.grad is not None for parameter in parameters):
-            return
-        shapes = Counter(parameter.shape for parameter in parameters)
-        every = Counter(parameter.shape for parameter in model.parameters())
-        trained = Counter(parameter.shape for parameter in model.parameters() if parameter.requires_grad)
-        if shapes in (every, trained):
-            self._misuse.say(
-                "optimizer-of-other-parameters",
-                "the optimizer that steps at {here} holds parameters like the model's, but none of the model's own, "
-                "and none with a gradient, so the model is not trained: build it from tuned.model.parameters(), "
-                "after amptune.apply",
+        # In the first iteration another loss may come that is scaled. A scaler of the loop's own changes the gradients.
+        elif needs_scaler and not is_first and self._gradients.are_as_added(parameters):
+            how = "with half weights" if self._has_half_weights else "under autocast fp16"
+            self.misuse.note(
+                "stepped-without-scaler",
+                f"optimizer.step() trains {how} without a loss scaler, so small gradients become zero: write "
+                "tuned.scaler.scale(loss).backward(); tuned.scaler.step(optimizer); tuned.scaler.update()",
             )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Returns [] for an object without groups, since a disabled loss scaler steps any object that has a `step`."""
+    """Returns [] for an object without groups: a disabled scaler steps whatever has a `step`."""
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 
-def _is_inside_autocast(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        for watch in list(_watches):
+            watch.before_step(optimizer, has_closure=closure is not None)
 
 
-def _stepping() -> tuple[bool, torch.amp.GradScaler | None]:
-    """Returns (whether the running optimizer step is inside another one's, the loss scaler that called it or None)."""
-    steps, scaler = 0, None
-    for frame in frames_above(sys._getframe(1)):
-        if frame.f_code.co_qualname == "Optimizer.profile_hook_step.<locals>.wrapper":
-            steps += 1
-        elif frame.f_code.co_name == "step" and isinstance(caller := frame.f_locals.get("self"), torch.amp.GradScaler):
-            scaler = caller
-    return steps > 1, scaler
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        for watch in list(_watches):
+            watch.after_step(optimizer)

@@ -108,7 +108,7 @@ class PolicyCallback(TrainerCallback):
         if scaler is not None and self.policy.loss_scale is not None and state.global_step == 0:
             scaler.load_state_dict(self.tuned.scaler.state_dict())
         if self.tuned.claim_watch is not None and args.train_batch_size == self.policy.batch_size:
-            self.tuned.claim_watch.size_is_as_measured()
+            self.tuned.claim_watch.has_measured_size = True
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         """Tells the watch on step times that a forward pass begins: the Trainer does not use `tuned.autocast()`."""

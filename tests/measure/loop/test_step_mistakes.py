@@ -83,7 +83,7 @@ def only_in_fp32(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimize
 
 @pytest.mark.parametrize("step", [scaler_and_optimizer, scaler_twice, optimizer_twice, only_in_fp32])
 def test_gradients_that_are_applied_twice_are_an_error(step: Step) -> None:
-    with pytest.raises(TargetError, match=r"step\(…\): the optimizer steps again at \S+test_step_mistakes.py:\d+ on"):
+    with pytest.raises(TargetError, match=r"step\(…\): the optimizer steps again on"):
         mistakes_in_step(bench_of(step))
 
 

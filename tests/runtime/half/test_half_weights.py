@@ -7,20 +7,16 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from counting import calls_in
 from torch import nn
 
-import amptune
 from amptune.errors import PolicyApplyError
-from amptune.policy.settings import Fp32Rule, HalfRule, LossScale, Policy
+from amptune.policy.settings import Fp32Rule, LossScale, Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.guard.misuse import PolicyMisuseWarning
 from amptune.runtime.half import training
 from amptune.runtime.tuned import Tuned
 
@@ -159,14 +155,6 @@ def test_o3_trains_as_a_model_in_half_does(optimize: Optimize) -> None:
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_a_plain_gradscaler_and_an_optimizer_that_was_there_before_train_the_same() -> None:
-    model, twin, data = net(), net(), batches()
-    optimizer = adamw(model.parameters())
-    with apply(O2, model) as tuned, apply(O2, twin) as other:
-        losses = train(tuned, tuned.optimizer(optimizer), data, torch.amp.GradScaler("cpu"))
-        assert losses == train(other, other.optimizer(adamw(twin.parameters())), data)
-
-
 def test_gradients_are_summed_in_fp32_over_micro_batches(applied: tuple[nn.Sequential, Tuned]) -> None:
     model, tuned = applied
     one_by_one = []
@@ -180,15 +168,6 @@ def test_gradients_are_summed_in_fp32_over_micro_batches(applied: tuple[nn.Seque
         assert parameter.grad is not None
         assert parameter.grad.dtype is torch.float32
         assert torch.equal(parameter.grad, (parts[0] + parts[1]) + parts[2])
-
-
-def test_an_update_too_small_for_half_is_not_lost(applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, tuned = applied
-    optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6))
-    before = state(model)
-    train(tuned, optimizer, batches(3))
-    assert not torch.equal(model.state_dict()["6.weight"], before["6.weight"])
-    assert (model.state_dict()["6.weight"] - before["6.weight"]).abs().max() < 1e-5
 
 
 def test_the_model_takes_and_gives_fp32(applied: tuple[nn.Sequential, Tuned]) -> None:
@@ -222,32 +201,7 @@ def test_modules_that_stay_in_fp32_give_half_to_those_behind_them() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_half_modules_are_said_to_change_nothing() -> None:
-    with apply(replace(O2, half_modules=(HalfRule(type="LayerNorm"),)), net()) as tuned:
-        (finding,) = tuned.findings
-        assert str(finding) == "weights are half, so everything runs in half already and half_modules changes nothing"
-
-
 # --- the loop ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
-def test_gradients_are_cleared_by_optimizer_and_model_alike(clear: str, applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, tuned = applied
-    optimizer = tuned.optimizer(adamw(model.parameters()))
-    train(tuned, optimizer, batches(2))
-    loss_of(model, batches(1)[0]).backward()
-    model.zero_grad() if clear == "model" else optimizer.zero_grad(set_to_none=clear == "optimizer")
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_the_optimizer_holds_the_models_own_parameters_between_steps(applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, tuned = applied
-    optimizer = tuned.optimizer(adamw(model.parameters()))
-    train(tuned, optimizer, batches(2))
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
-    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -266,31 +220,6 @@ def test_every_optimizer_of_pytorch_keeps_its_state_in_fp32_and_trains_as_by_han
         assert train(tuned, optimizer, data) == expected
         dtypes = {v.dtype for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)}
         assert dtypes <= {torch.float32}
-
-
-def test_sparse_gradients_reach_the_masters_too() -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 3)
-
-        def forward(self, words: torch.Tensor) -> Any:
-            return self.head(self.words(words).mean(1))
-
-    torch.manual_seed(0)
-    model = Reader()
-    with apply(O2, model) as tuned:
-        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        words, labels = torch.randint(20, (16, 5)), torch.randint(3, (16,))
-        losses = []
-        for _ in range(20):
-            loss = loss_of(model, (words, labels))
-            tuned.scaler.scale(loss).backward()
-            tuned.scaler.step(optimizer)
-            tuned.scaler.update()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_a_closure_runs_with_the_models_own_parameters() -> None:
@@ -317,47 +246,6 @@ def test_a_closure_runs_with_the_models_own_parameters() -> None:
             return losses
 
     assert losses_of(in_closure=True) == losses_of(in_closure=False)
-
-
-class Sam(torch.optim.Optimizer):
-    """Steps by the gradients at the worst point nearby, as far as the closure tells (arXiv:2010.01412)."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        weights = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        before = [p.clone() for p in weights]
-        for p in weights:
-            p.add_(p.grad, alpha=0.5)
-        self.zero_grad()
-        with torch.enable_grad():
-            loss = closure()
-        for p, old in zip(weights, before, strict=True):
-            p.copy_(old).sub_(p.grad, alpha=0.1)
-        return loss
-
-
-def test_a_step_that_asks_for_the_loss_elsewhere_gets_it_from_there() -> None:
-    def losses_of(policy: Policy) -> list[float]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(108, 16), nn.LayerNorm(16), nn.Linear(16, 3))
-        with apply(policy, model) as tuned:
-            optimizer: Any = tuned.optimizer(Sam(model.parameters()))
-            losses: list[float] = []
-            for batch in batches(4):
-
-                def closure(batch: Batch = batch) -> Any:
-                    loss = loss_of(model, batch)
-                    loss.backward()
-                    return loss
-
-                losses += [closure().item(), optimizer.step(closure).item()]
-                optimizer.zero_grad()
-        return losses
-
-    assert losses_of(O2) == pytest.approx(losses_of(Policy()), rel=1e-2)
 
 
 def test_a_group_that_is_added_later_gets_masters_too() -> None:
@@ -395,18 +283,6 @@ def test_one_optimizer_trains_several_models() -> None:
         return losses
 
     assert losses_of(optimizers=1) == losses_of(optimizers=2)
-
-
-def test_one_fused_optimizer_trains_several_models() -> None:
-    models = [nn.Linear(4, 2), nn.Linear(4, 2)]
-    policy = replace(O2, fused_optimizer=True)
-    with apply(policy, models[0], guard=False) as tuned, apply(policy, models[1], guard=False) as other:
-        optimizer = other.optimizer(tuned.optimizer(momentum([p for model in models for p in model.parameters()])))
-        for _ in range(3):
-            (models[0](torch.ones(2, 4)) - models[1](torch.ones(2, 4))).sum().backward()
-            optimizer.step()
-        assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.float32}
-        assert {id(p) for p in optimizer.state} == {id(p) for model in models for p in model.parameters()}
 
 
 def test_what_is_written_to_a_weight_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
@@ -453,19 +329,6 @@ def test_a_step_that_raises_leaves_an_optimizer_that_works(fused: bool) -> None:
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
 
 
-def test_a_step_that_is_interrupted_leaves_an_optimizer_that_clears_the_models_gradients(
-    applied: tuple[nn.Sequential, Tuned],
-) -> None:
-    model, tuned = applied
-    optimizer = tuned.optimizer(adamw(model.parameters()))
-    optimizer.register_step_pre_hook(_raise)
-    with pytest.raises(ZeroDivisionError):
-        train(tuned, optimizer, batches(1))
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
 def _raise(*_: Any) -> None:
     raise ZeroDivisionError
 
@@ -493,35 +356,6 @@ STATIC = replace(O2, loss_scale=LossScale(init=1, static=True))
 OFF = torch.amp.GradScaler("cpu", enabled=False)  # as without a scaler: it calls optimizer.step() alone
 
 
-@pytest.mark.parametrize("scheduled", ["not", "before", "after"])
-@pytest.mark.parametrize(("policy", "scaler"), [(O2, None), (STATIC, OFF)], ids=["scaler", "bare"])
-def test_training_goes_on_after_a_step_that_raised_as_if_that_had_not_been(
-    policy: Policy, scaler: Any, scheduled: str
-) -> None:
-    model, twin = net(), net()
-    with apply(policy, model) as tuned, apply(policy, twin) as other:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        if scheduled == "before":
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        tuned.optimizer(optimizer)
-        if scheduled == "after":
-            torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        train(tuned, optimizer, batches(2), scaler)
-        before = {name: value.clone() for name, value in state(model).items() if "running" in name or "num_" in name}
-        handle = optimizer.register_step_pre_hook(_raise)
-        with pytest.raises(ZeroDivisionError):
-            train(tuned, optimizer, batches(1), scaler)
-        handle.remove()
-        model.load_state_dict(before, strict=False)  # statistics of the forward
-        tuned.scaler.update()
-        optimizer.zero_grad()
-        assert all(p.grad is None for p in model.parameters())
-        losses = train(tuned, optimizer, batches(2), scaler)
-        expected = train(other, other.optimizer(momentum(twin.parameters())), batches(2) + batches(2))
-        assert losses == expected[2:]
-        assert same(state(model), state(twin))
-
-
 @pytest.mark.parametrize(("policy", "scaler"), [(O2, None), (STATIC, OFF)], ids=["scaler", "bare"])
 def test_a_step_that_raises_half_way_leaves_weights_that_are_their_masters_rounded(policy: Policy, scaler: Any) -> None:
     model = net()
@@ -540,40 +374,6 @@ def test_a_step_that_raises_half_way_leaves_weights_that_are_their_masters_round
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_step_of_several_models_that_raises_leaves_all_their_parameters(order: tuple[int, int]) -> None:
-    models = net(0), net(1)
-    parameters = [p for model in models for p in model.parameters()]
-    optimizer = Failing(parameters, lr=0.05, momentum=0.9)
-    applied = [apply(STATIC, model) for model in models]
-    for place in order:
-        applied[place].optimizer(optimizer)
-    for fails in (False, True):
-        optimizer.fails = fails
-        for model in models:
-            loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-            optimizer.step()
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
-    assert {id(p) for p in optimizer.state} == {id(p) for p in parameters}
-    assert all(map(rounded, models))
-    for tuned in applied:
-        tuned.undo()
-
-
-def test_a_written_weight_is_kept_when_a_step_raises_before_it_began() -> None:
-    model = net()
-    with apply(STATIC, model) as tuned:
-        optimizer = momentum(model.parameters())
-        optimizer.register_step_pre_hook(_raise)
-        tuned.optimizer(optimizer)
-        with torch.no_grad():
-            cast("nn.Linear", model[4]).weight.fill_(0.5)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        assert torch.equal(model.state_dict()["4.weight"], torch.full((16, 64), 0.5))
-
-
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_undo_gives_the_optimizer_its_own_step_back(scheduled: bool) -> None:
     model = net()
@@ -585,20 +385,6 @@ def test_undo_gives_the_optimizer_its_own_step_back(scheduled: bool) -> None:
         tuned.optimizer(optimizer)
         assert optimizer.step is not own.get("step")
     assert vars(optimizer).get("step") is own.get("step")
-
-
-def test_an_optimizer_with_masters_goes_when_nobody_holds_it() -> None:
-    model = net()
-    with apply(STATIC, model) as tuned:
-        optimizer = tuned.optimizer(momentum(model.parameters()))
-        train(tuned, optimizer, batches(1))
-        gone = weakref.ref(optimizer)
-        gc.disable()
-        try:
-            del optimizer
-            assert gone() is None
-        finally:
-            gc.enable()
 
 
 def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
@@ -614,80 +400,7 @@ def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
     assert losses[True] == pytest.approx(losses[False], rel=1e-3)
 
 
-def test_masters_cost_a_step_a_few_calls_a_weight() -> None:
-    weights = 200
-    calls = {}
-    for policy in (Policy(), O2):
-        model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(weights)])
-        with apply(policy, model) as tuned:
-            optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.0, foreach=True))
-            for parameter in model.parameters():
-                parameter.grad = torch.zeros(4, 4)
-            optimizer.step()
-            calls[policy] = calls_in(optimizer.step)
-    assert calls[O2] - calls[Policy()] < 10 * weights  # 8.2 each in torch 2.13
-
-
-def test_activation_checkpointing_changes_nothing() -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self, *, on: bool) -> None:
-            super().__init__()
-            self.net, self.on = net(), on
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return checkpoint(self.net, x, use_reentrant=False) if self.on else self.net(x)
-
-    losses = []
-    for on in (False, True):
-        model = Checkpointed(on=on)
-        cast("nn.BatchNorm2d", model.net[1]).momentum = 0.0  # its forward runs twice, and would count twice
-        with apply(O2, model) as tuned:
-            losses.append(train(tuned, tuned.optimizer(adamw(model.parameters())), batches(6)))
-    assert losses[0] == losses[1]
-
-
-def test_the_guard_has_nothing_to_say_of_a_correct_loop() -> None:
-    model = net()
-    with apply(O2, model, guard=True) as tuned:
-        train(tuned, tuned.optimizer(adamw(model.parameters())), batches(22))
-        tuned.scaler.state_dict()
-        assert tuned.findings == ()
-
-
-def test_the_guard_tells_of_a_loop_without_the_scaler() -> None:
-    model = net()
-
-    def loop(tuned: Tuned) -> None:
-        optimizer = tuned.optimizer(adamw(model.parameters()))
-        for batch in batches(3):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with apply(O2, model, guard=True) as tuned, pytest.warns(PolicyMisuseWarning, match="with half weights without a"):
-        loop(tuned)
-
-
 # --- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_has_the_names_and_dtypes_of_a_plain_model_and_the_masters_values() -> None:
-    model, plain = net(), net()
-    with apply(O2, model) as tuned:
-        assert same(state(model), state(plain))  # before training: what they were, and not what they were rounded to
-        optimizer = tuned.optimizer(adamw(model.parameters()))
-        train(tuned, optimizer, batches(5))
-        saved, saved_optimizer = state(model), copy.deepcopy(optimizer.state_dict())
-        assert {tensor.dtype for tensor in saved.values()} == {torch.float32, torch.int64}
-        assert not torch.equal(saved["4.weight"], saved["4.weight"].half().float())
-        assert torch.equal(saved["4.weight"].half(), model.get_parameter("4.weight"))
-    plain.load_state_dict(saved)
-    other = adamw(plain.parameters())
-    other.load_state_dict(saved_optimizer)
-    assert same(state(plain), saved)
-    assert same(other.state_dict()["state"][0], saved_optimizer["state"][0])
 
 
 def test_a_plain_checkpoint_trains_on_exactly_as_if_there_had_been_no_break() -> None:
@@ -720,15 +433,6 @@ def test_a_checkpoint_of_what_wraps_the_model_is_in_fp32_too(applied: tuple[nn.S
     wrapper.load_state_dict(plain.state_dict())
     assert same(state(wrapper), state(plain))
     assert torch.equal(model.get_parameter("4.weight"), plain.get_submodule("net.4").get_parameter("weight").half())
-
-
-def test_a_part_of_the_model_saves_and_loads_in_fp32_too(applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, tuned = applied
-    train(tuned, tuned.optimizer(adamw(model.parameters())), batches(3))
-    assert same(state(model[4]), {"weight": state(model)["4.weight"], "bias": state(model)["4.bias"]})
-    other = net(seed=1)
-    model[4].load_state_dict(other[4].state_dict())
-    assert same(state(model[4]), state(other[4]))
 
 
 def test_a_checkpoint_cannot_replace_the_weights(applied: tuple[nn.Sequential, Tuned]) -> None:
@@ -772,18 +476,6 @@ def test_a_state_that_was_loaded_too_early_is_refused(applied: tuple[nn.Sequenti
 # --- undo --------------------------------------------------------------------------------------------------------
 
 
-def test_undo_leaves_no_trace() -> None:
-    model, plain = net(), net()
-    identities, attributes = [id(p) for p in model.parameters()], [set(vars(m)) for m in model.modules()]
-    apply(O2, model).undo()
-    assert same(state(model), state(plain))
-    assert [id(p) for p in model.parameters()] == identities
-    assert [set(vars(m)) for m in model.modules()] == attributes
-    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-    assert not any(module._state_dict_hooks or module._load_state_dict_pre_hooks for module in model.modules())
-    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
-
-
 @pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
 def test_training_goes_on_in_fp32_after_undo(policy: Policy) -> None:
     model, plain = net(), net()
@@ -814,19 +506,6 @@ def test_an_optimizer_goes_from_one_policy_to_the_next() -> None:
     assert {int(s["step"]) for s in optimizer.state.values()} == {25}
 
 
-def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:
-    model = net()
-    model.register_buffer("table", torch.rand(5))
-    model.register_buffer("seen", torch.rand(2))
-    table = model.get_buffer("table").clone()
-    with apply(O2, model):
-        assert model.get_buffer("table").dtype is torch.float16
-        assert torch.equal(model.state_dict()["table"], table)
-        model.get_buffer("seen").fill_(0.5)
-    assert torch.equal(model.get_buffer("table"), table)
-    assert model.get_buffer("seen").tolist() == [0.5, 0.5]
-
-
 def test_a_buffer_that_two_modules_share_stays_shared() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     table = torch.rand(3)
@@ -843,19 +522,6 @@ def test_a_buffer_that_two_modules_share_stays_shared() -> None:
 
 
 # --- models ------------------------------------------------------------------------------------------------------
-
-
-def test_tied_weights_stay_tied() -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    with apply(O2, model) as tuned:
-        assert model[1].weight is model[0].weight
-        optimizer = tuned.optimizer(adamw(model.parameters()))
-        cast("Any", model(torch.ones(2, 4)).sum()).backward()
-        optimizer.step()
-        saved = model.state_dict()
-        assert torch.equal(saved["0.weight"], saved["1.weight"])
-    assert model[1].weight is model[0].weight
 
 
 def test_a_weight_shared_with_what_stays_in_fp32_is_refused() -> None:
@@ -881,33 +547,6 @@ def test_lazy_modules_are_built_in_half() -> None:
         assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
         assert losses[-1] < losses[0]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-
-
-def test_recurrent_modules_train() -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 3)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.head(self.lstm(x)[0][:, -1])
-
-    model = Reader()
-    with apply(O2, model) as tuned:
-        data = [(torch.randn(8, 5, 4), torch.randint(3, (8,)))] * 30
-        losses = train(tuned, tuned.optimizer(adamw(model.parameters())), data)
-    assert losses[-1] < 0.8 * losses[0]
-
-
-def test_a_container_without_a_forward_of_its_own_is_taken_by_its_parts() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    with apply(replace(O2, fp32_modules=(Fp32Rule(path="b"),)), model):
-        assert model["a"](torch.ones(1, 4)).dtype is torch.float32
-        assert model["b"](torch.ones(1, 4)).dtype is torch.float32
-        assert {name: p.dtype for name, p in model.named_parameters() if "weight" in name} == {
-            "a.weight": torch.float16,
-            "b.weight": torch.float32,
-        }
 
 
 # --- what cannot be ----------------------------------------------------------------------------------------------
@@ -966,32 +605,57 @@ def test_a_model_in_half_already_is_refused() -> None:
         apply(O2, net().half())
 
 
+# --- by name -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
+def test_gradients_are_cleared_by_optimizer_and_model_alike(clear: str, applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    loss_of(model, batches(1)[0]).backward()
+    model.zero_grad() if clear == "model" else optimizer.zero_grad(set_to_none=clear == "optimizer")
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_the_optimizer_holds_the_models_own_parameters_between_steps(applied: tuple[nn.Sequential, Tuned]) -> None:
+    model, tuned = applied
+    optimizer = tuned.optimizer(adamw(model.parameters()))
+    train(tuned, optimizer, batches(2))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
+    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
+
+
+def test_an_optimizer_with_masters_goes_when_nobody_holds_it() -> None:
+    model = net()
+    with apply(STATIC, model) as tuned:
+        optimizer = tuned.optimizer(momentum(model.parameters()))
+        train(tuned, optimizer, batches(1))
+        gone = weakref.ref(optimizer)
+        gc.disable()
+        try:
+            del optimizer
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_buffers_are_what_they_were_unless_they_were_written_to() -> None:
+    model = net()
+    model.register_buffer("table", torch.rand(5))
+    model.register_buffer("seen", torch.rand(2))
+    table = model.get_buffer("table").clone()
+    with apply(O2, model):
+        assert model.get_buffer("table").dtype is torch.float16
+        assert torch.equal(model.state_dict()["table"], table)
+        model.get_buffer("seen").fill_(0.5)
+    assert torch.equal(model.get_buffer("table"), table)
+    assert model.get_buffer("seen").tolist() == [0.5, 0.5]
+
+
 def test_a_torch_without_fp32_gradients_of_half_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "CAN_DIFFER", False)
     with pytest.raises(PolicyApplyError, match=r"which PyTorch has since 2\.10; this is"):
         apply(O2, net())
     apply(O3, net()).undo()
-
-
-# --- by name -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("level", "weight", "norm", "enabled"),
-    [
-        ("O0", torch.float32, torch.float32, False),
-        ("O1", torch.float32, torch.float32, True),
-        ("O2", torch.float16, torch.float32, True),
-        ("O3", torch.float16, torch.float16, False),
-    ],
-)
-def test_apex_levels_are_applied_by_their_names(
-    level: str, weight: torch.dtype, norm: torch.dtype, enabled: bool
-) -> None:
-    model = net()
-    with amptune.apply(f"apex:{level}", model) as tuned:
-        assert (model[0].weight.dtype, model[1].weight.dtype) == (weight, norm)
-        assert tuned.scaler.is_enabled() is enabled
-        losses = train(tuned, tuned.optimizer(momentum(model.parameters())), batches(1) * 15)
-        assert losses[-1] < 0.8 * losses[0]
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
