@@ -1,13 +1,11 @@
-"""What a knob gives and costs: blocks, whole steps, attention by cuDNN, activations computed again, Linears in FP8.
+"""What a knob gives and costs: blocks, whole steps, activations computed again, Linears in FP8.
 
     python reports/knobs.py blocks --out reports/NAME/blocks.jsonl convnext_tiny swin_t timm:poolformer_s24:128
     python reports/knobs.py whole_steps --out reports/NAME/steps.jsonl llama_150m t5_base zoo:resnet18:8
-    python reports/knobs.py attention --out reports/NAME/attention.jsonl llama_150m long_decoder zoo:gpt2:8
     python reports/knobs.py checkpoint --out reports/NAME/checkpoint.jsonl llama_150m zoo:gpt2:8
     python reports/knobs.py float8 --steps 1000 --out reports/NAME/float8.jsonl wide_decoder large_encoder:64
-    python reports/knobs.py activation_budget --out reports/NAME/budget.jsonl wide_decoder zoo:gpt2:8
 
-A model is one of `foreign_models.py`, `attention_models.py` or `wide_models.py`, `zoo:NAME`, or `timm:NAME`, which
+A model is one of `foreign_models.py` or `wide_models.py`, `zoo:NAME`, or `timm:NAME`, which
 trains on pictures with a drop path rate of 0.1; `:BATCH_SIZE` follows. Each policy, and those of the files after
 `--policy`, trains by `tuned.training_step` on a few batches that lie on the GPU; a line has the median of three
 blocks, and the host's own time. With `--steps` the first model trains on, on new batches, and the line has the mean
@@ -25,8 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import attention_models  # beside this program
-import foreign_models
+import foreign_models  # beside this program
 import torch
 import wide_models
 from torch._inductor.utils import fresh_cache
@@ -41,7 +38,6 @@ from amptune.workload.workload import Workload
 
 BATCHES, FIRST_STEPS, BLOCKS, BLOCK_STEPS = 4, 12, 3, 30
 MEAN_OF = 50
-BUDGETS = (0.8, 0.5, 0.2)
 
 
 def main() -> None:
@@ -67,7 +63,7 @@ def main() -> None:
 
 def workload_of(model: str) -> Workload:
     name, _, size = model.removeprefix("zoo:").removeprefix("timm:").partition(":")
-    home = next((one for one in (foreign_models, attention_models, wide_models) if hasattr(one, name)), None)
+    home = next((one for one in (foreign_models, wide_models) if hasattr(one, name)), None)
     if model.startswith("timm:"):
         found = of_timm(name)
     else:
@@ -100,13 +96,6 @@ def with_whole_steps(plain: Policy, _: Workload) -> Iterator[Policy]:
     yield replace(plain, compile="reduce-overhead")
 
 
-def with_attention(plain: Policy, _: Workload) -> Iterator[Policy]:
-    for own in (replace(plain, cuda_graphs=True), replace(plain, compile="reduce-overhead")):
-        yield own
-        yield replace(own, attention=("cudnn",))
-        yield replace(own, attention=("flash", "cudnn"))
-
-
 def with_checkpoint(plain: Policy, workload: Workload) -> Iterator[Policy]:
     all_blocks = tuple(repeated_paths(workload.model()))
     for compile_mode in ("off", "default", "reduce-overhead"):
@@ -122,20 +111,11 @@ def with_float8(plain: Policy, workload: Workload) -> Iterator[Policy]:
     yield replace(own, float8_modules=blocks)
 
 
-def with_activation_budget(plain: Policy, workload: Workload) -> Iterator[Policy]:
-    own = replace(plain, compile="blocks")
-    yield own
-    yield from (replace(own, activation_budget=budget) for budget in BUDGETS)
-    yield replace(own, checkpoint=tuple(repeated_paths(workload.model())))
-
-
 KNOBS = {
     "blocks": with_blocks,
     "whole_steps": with_whole_steps,
-    "attention": with_attention,
     "checkpoint": with_checkpoint,
     "float8": with_float8,
-    "activation_budget": with_activation_budget,
 }
 
 
