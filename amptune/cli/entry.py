@@ -31,7 +31,6 @@ _COMMANDS = {
     "diagnose": "amptune.cli.diagnose:diagnose_command",
     "explain": "amptune.cli.files:explain_command",
     "init": "amptune.cli.init:init_command",
-    "predict": "amptune.cli.predict:predict_command",
     "probe": "amptune.cli.probe:probe_command",
     "profile": "amptune.cli.profile:profile_group",
     "report": "amptune.cli.report:report_command",

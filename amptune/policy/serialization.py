@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.settings import KNOBS, Policy
 
@@ -97,7 +98,9 @@ def policy_to_dict(policy: Policy) -> dict[str, Any]:
 
 
 def policy_from_dict(data: Mapping[str, Any]) -> Policy:
-    """Returns the policy. Raises `pydantic.ValidationError` (a `ValueError`) for data `policy_to_dict` never writes."""
+    """Returns the policy. Raises `ValueError` for data `policy_to_dict` never writes, or that older ones wrote."""
+    if former := [name for name in data if name in FORMER]:
+        raise ValueError(taken_out(former[0]))
     return adapter_for(Policy).validate_python(dict(data))  # type: ignore[no-any-return]
 
 

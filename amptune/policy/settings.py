@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
-from amptune.policy.knobs.activation_budget import ACTIVATION_BUDGET
-from amptune.policy.knobs.attention import ATTENTION, AttentionBackend
 from amptune.policy.knobs.autocast import AUTOCAST, Autocast
 from amptune.policy.knobs.batch import ACCUMULATE, BATCH_SIZE
 from amptune.policy.knobs.checkpoint import CHECKPOINT
@@ -62,9 +60,7 @@ KNOBS: tuple[Knob, ...] = (
     BATCH_SIZE,
     ACCUMULATE,
     THREADS,
-    ATTENTION,
     CHECKPOINT,
-    ACTIVATION_BUDGET,
     COMPILE,
     CUDA_GRAPHS,
     FUSED_OPTIMIZER,
@@ -86,8 +82,7 @@ class Policy:
     `cuda_graphs` records the model's training passes, or as "step" the whole training step of `tuned.training_step`,
     and replays them, kernel for kernel; modes of `compile` for the
     whole model have CUDA graphs of their own. `compile: blocks` compiles repeated blocks one by one, equal ones once.
-    `checkpoint` names modules, by path, whose activations are computed again in the backward pass;
-    `activation_budget` leaves it to torch.compile, which keeps this share of them.
+    `checkpoint` names modules, by path, whose activations are computed again in the backward pass.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -105,9 +100,7 @@ class Policy:
     batch_size: int | None = None
     accumulate: int = 1
     threads: int = 0
-    attention: tuple[AttentionBackend, ...] = ()
     checkpoint: tuple[str, ...] = ()
-    activation_budget: float = 1.0
     compile: CompileMode = "off"
     cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False

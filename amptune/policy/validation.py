@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from typing_extensions import is_typeddict
 
 from amptune.errors import FileFormatError, Problem
+from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.yaml_text import Document
 
 __all__ = ["validate"]
@@ -125,9 +126,10 @@ class _Reader:
 
     def _unknown(self, key: str, allowed: Iterable[str], path: Path) -> list[str]:
         """Notes an unknown key, and returns the key that was probably meant."""
-        close = _nearest(key, allowed)
+        close = [] if key in FORMER else _nearest(key, allowed)
         hint = f"did you mean {close[0]}? " if close else ""
-        message = f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
+        unknown = f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
+        message = f"{taken_out(key)}: remove the line" if key in FORMER else unknown
         self.problems.append(self.document.problem((*path, key), message, key=True))
         return close
 

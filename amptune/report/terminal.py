@@ -98,11 +98,12 @@ def print_diagnosis(found: Diagnosis, stream: TextIO) -> None:
         page.line("nothing was found to be wrong")
 
 
-def print_hardware(hardware: Hardware, stream: TextIO) -> None:
-    """Prints the machine, one fact per line."""
+def print_hardware(hardware: Hardware, missing: Iterable[Finding], stream: TextIO) -> None:
+    """Prints the machine, one fact per line, then what its GPU lacks."""
     page = _Page(stream)
     for line in hardware_in_lines(hardware):
         page.line(line)
+    page.findings(missing)
 
 
 def print_study_report(study_report: StudyReport, stream: TextIO) -> None:

@@ -25,7 +25,7 @@ PLAIN = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb", "AMPTUNE_ANY_HARDWAR
 # The tuning that all answers are of.
 CASE = Case(workload="resnet50", seed=7, budget_s=300.0, objective="throughput", variant="own space")
 TARGET = "train.py:small"
-COMMANDS = ("probe", "tune", "init", "verify", "diagnose", "predict", "check", "explain", "report", "profile", "schema")
+COMMANDS = ("probe", "tune", "init", "verify", "diagnose", "check", "explain", "report", "profile", "schema")
 
 MISTAKES: Sequence[Sequence[str]] = (
     ("frobnicate",),

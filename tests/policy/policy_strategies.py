@@ -57,9 +57,7 @@ def policies(draw: st.DrawFn) -> Policy:
         cudnn_benchmark=draw(st.booleans()),
         batch_size=draw(st.none() | st.integers(1, 10**6)),
         accumulate=draw(st.integers(1, 1000)),
-        attention=draw(st.sampled_from([(), ("cudnn",), ("flash", "cudnn")])),
         checkpoint=checkpoint,
-        activation_budget=draw(st.floats(0.0, 1.0)),
         compile=compiled,
         cuda_graphs=compiled == "off"
         and not checkpoint

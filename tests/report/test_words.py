@@ -296,7 +296,7 @@ def test_evidence_that_a_hand_has_changed_is_a_clear_error(evidence: Any) -> Non
 
 def test_the_machine_is_told_a_fact_a_line() -> None:
     stream = io.StringIO()
-    print_hardware(probe("cpu"), stream)
+    print_hardware(probe("cpu"), (), stream)
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("cpu ")
     assert any(line.strip().startswith("torch: ") for line in lines)

@@ -17,7 +17,7 @@ from amptune.hardware.generations import GENERATIONS, generation_of
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
 from amptune.policy.settings import STOCK
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import SAVING_MEMORY, SEARCHED, Space, points, without_knob
+from amptune.search.space.knobs import CHECKPOINTS, SEARCHED, Space, points, without_knob
 from amptune.search.space.space_file import load_space, space_for, space_names, space_schema, spaces_folder
 
 NAMES = (
@@ -132,7 +132,7 @@ def numbers_of(space: Space) -> list[tuple[int, int]]:
 )
 def test_a_space_is_small_enough_to_be_searched(name: str, at_most: int) -> None:
     space = load_space(name)
-    for name in (*SAVING_MEMORY, "float8_modules"):  # of searches that save memory alone, and of wide models
+    for name in (CHECKPOINTS, "float8_modules"):  # of searches that save memory alone, and of wide models
         space = without_knob(space, name)
     eager = [point for point in points(space) if point["compile"] == "off" and not point["fused_optimizer"]]
     plain = [point for point in eager if not point.get("cuda_graphs")]

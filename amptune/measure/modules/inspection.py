@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from amptune.changes.blocks import repeated_leaves, repeated_paths
 from amptune.changes.tensor_tree import tensors_in
@@ -40,18 +38,6 @@ LEAST_LONG_SIDE = 2 * LEAST_SIDE
 MOST_MICRO_BATCHES = 16
 
 
-class _Attention(TorchFunctionMode):
-    """A mode that notes whether a function is called that chooses among kernels for attention."""
-
-    was_called = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        chooses = func is functional.multi_head_attention_forward and not kwargs.get("need_weights", True)
-        self.was_called |= chooses or func is functional.scaled_dot_product_attention
-        return func(*args, **kwargs)
-
-
 def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """Runs one FP32 step with hooks on every leaf.
 
@@ -60,10 +46,10 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     """
     leaves = {path: module for path, module in bench.model.named_modules() if not any(module.children())}
     seen = {path: _unseen(path, module) for path, module in leaves.items()}
-    fusable, attention = False, _Attention()
+    fusable = False
     digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
-        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen), attention:
+        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
             fusable = any(map(is_fusable, stepper.optimizers))
             _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
     except TargetError:
@@ -97,7 +83,6 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),
         wide_linears=_wide_linears(bench, seen),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
-        attends=attention.was_called and bench.device.type == "cuda",
     )
 
 

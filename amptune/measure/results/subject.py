@@ -56,8 +56,7 @@ class Subject:
     leaves of blocks that equal another, which a compiler of blocks need not compile again; `blocks` are the paths of
     such blocks, in order, that can compute their activations again. `wide_linears` are the paths of the Linears for
     which FP8 may pay and that can run in it on this machine, without the last one called, the head. `threads` is the
-    number of threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU. The model `attends` if its
-    step on a GPU calls scaled_dot_product_attention.
+    number of threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Subject:
     blocks: tuple[str, ...] = ()
     wide_linears: tuple[str, ...] = ()
     threads: int = 0
-    attends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

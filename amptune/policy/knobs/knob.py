@@ -32,10 +32,8 @@ class Knob:
     """One setting of a policy. Where a knob says nothing it is taken for one that changes everything.
 
     What it may be: stock PyTorch's value; its `values`, that one first, if they are few; else `is_count` for a whole
-    number above 0, or `is_share` for a number from 0 to 1. If it `is_order`, a policy has some of the values, the
-    preferred first, and stock PyTorch none; a search calls that "stock", and an order by its first. A `conflict` says
-    why a policy cannot have its value, other than stock's, beside its other settings. `is_always_written` if people
-    look for it in every file.
+    number above 0. A `conflict` says why a policy cannot have its value, other than stock's, beside its other settings.
+    `is_always_written` if people look for it in every file.
 
     What it changes besides speed. `numerics`: "rounding" if values are rounded otherwise, "order" if only sums are
     taken in another order, which is FP32 still. `memory`: "sample" if a sample keeps other tensors for the backward
@@ -59,8 +57,6 @@ class Knob:
     stock: Any
     values: tuple[str | bool, ...] = ()
     is_count: bool = False
-    is_share: bool = False
-    is_order: bool = False
     conflict: Callable[[Settings], str | Literal[False]] = lambda _: False
     is_always_written: bool = False
 
@@ -94,17 +90,13 @@ class Knob:
 
     def problem(self, value: Any) -> str | Literal[False]:
         """Returns why no policy can have this value; False if one can. Types are the reader's affair, but for words."""
-        if self.is_share and not (isinstance(value, int | float) and 0 <= value <= 1):
-            return f"{self.name}: {value} is not a number from 0 to 1"
-        has_words = any(isinstance(one, str) for one in self.values)
-        for one in value if self.is_order else (value,):
-            if has_words and not is_in(one, self.values):
-                return f"{self.name}: {one!r} is not one of {in_file(self.values)}"
-        return self.is_order and len(set(value)) < len(value) and f"{self.name}: a value stands there twice"
+        if any(isinstance(one, str) for one in self.values) and not is_in(value, self.values):
+            return f"{self.name}: {value!r} is not one of {in_file(self.values)}"
+        return False
 
     def in_words(self, value: Any) -> str:
         """Returns a value as a policy's line of text has it; rules are named one by one."""
-        shown = (", " if self.is_order else " + ").join(map(str, value)) if isinstance(value, tuple) else value
+        shown = " + ".join(map(str, value)) if isinstance(value, tuple) else value
         plain = self.name.replace("_", " ")
         words = self.words.get(value) if isinstance(self.words, Mapping) else self.words
         return (words or (plain if value is True else f"{plain} {{}}")).format(shown)

@@ -18,7 +18,6 @@ from amptune.search.space.global_batch import GlobalBatch, accumulated
 from amptune.search.space.knobs import (
     BATCH_SIZE,
     BATCHNORM,
-    BUDGET,
     EXCLUSIONS,
     IN_HALF,
     MASTERS,
@@ -27,8 +26,6 @@ from amptune.search.space.knobs import (
     Space,
     digest,
     forbidden_because,
-    in_policy,
-    in_search,
     restrict,
     with_knob,
 )
@@ -82,10 +79,7 @@ class Candidates:
 
     def policy_of(self, point: Point) -> Policy:
         """Returns the policy for a point of the space; settings without effect there keep stock PyTorch's value."""
-        settings: dict[str, Any] = {BATCH_SIZE: self.batch_size}
-        settings |= {name: in_policy(name, value) for name, value in point.items()}
-        if point.get("compile", "off") == "off":
-            settings.pop(BUDGET, None)
+        settings: dict[str, Any] = {BATCH_SIZE: self.batch_size, **point}
         settings |= {name: of.get(point.get(name, "none"), ()) for name, of in self.in_words.items()}
         settings["accumulate"] = accumulated(settings[BATCH_SIZE], self.global_batch)
         half, depth = settings.pop(IN_HALF, False), settings.pop(EXCLUSIONS, 0)
@@ -111,7 +105,7 @@ class Candidates:
         idle = {EXCLUSIONS, IN_HALF} | ({MASTERS, BATCHNORM} if policy.weights == "fp32" else set())  # no meaning then
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in idle}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
-        point: dict[str, Any] = {name: in_search(name, policy) for name in settings}
+        point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
         point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
         for name in settings.keys() & self.in_words.keys():
             point[name] = next((word for word, its in self.in_words[name].items() if its == getattr(policy, name)), "")

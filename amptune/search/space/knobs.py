@@ -5,27 +5,24 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from amptune.errors import SpaceError
-from amptune.policy.knobs.activation_budget import ACTIVATION_BUDGET
+from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.float8_modules import FLOAT8_MODULES
 from amptune.policy.knobs.knob import TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
-from amptune.policy.settings import KNOBS, Policy
+from amptune.policy.settings import KNOBS
 
 __all__ = [
     "BATCH_SIZE",
-    "BUDGET",
     "CHECKPOINTS",
     "EXCLUSIONS",
     "FLOAT8",
     "IN_HALF",
-    "SAVING_MEMORY",
     "SEARCHED",
     "Dimension",
     "Forbidden",
@@ -34,8 +31,6 @@ __all__ = [
     "Value",
     "digest",
     "forbidden_because",
-    "in_policy",
-    "in_search",
     "pin",
     "points",
     "restrict",
@@ -43,23 +38,18 @@ __all__ = [
     "without_knob",
 ]
 
-Value = str | int | bool | float
+Value = str | int | bool
 
 # How far down the ladder modules stay in FP32, and if modules that autocast keeps in FP32 run in half: what a search
 # varies in place of the rules. All others are settings of the policy.
 EXCLUSIONS, IN_HALF = "fp32_exclusions", "half_modules"
 # Which repeated blocks compute their activations again, in place of patterns; for a search that saves memory.
 CHECKPOINTS, REPEATED = "checkpoint", ("none", "alternate", "all")
-# How much a compiler keeps of the activations; for the same searches.
-BUDGET = ACTIVATION_BUDGET.name
-SAVING_MEMORY: Mapping[str, set[Value]] = {CHECKPOINTS: set(REPEATED), BUDGET: {1.0, 0.5, 0.2}}
 # Whether all wide Linears but the head run in FP8, in place of rules.
 FLOAT8 = FLOAT8_MODULES.name
 WEIGHTS, MASTERS, BATCHNORM = "weights", "master_weights", "keep_batchnorm_fp32"
 # The choices of this knob depend on what fits into memory.
 BATCH_SIZE = "batch_size"
-# What a search calls it if nothing is preferred.
-NO_ORDER = "stock"
 
 
 class Point(Mapping[str, Value]):
@@ -164,6 +154,8 @@ def pin(space: Space, name: str, text: str) -> Space:
     names = [knob.name for knob in space.knobs]
     if name not in names and name in SEARCHED and SEARCHED[name].is_optional:
         return pin(with_knob(space, name, (SEARCHED[name].stock,), stock=SEARCHED[name].stock), name, text)
+    if name in FORMER:
+        raise SpaceError(f"{taken_out(name)}; leave --set {name}={text} out")
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]}? " if close else "use --batch-size; " if name == "batch_size" else ""
@@ -200,7 +192,7 @@ def digest(space: Space) -> str:
     some objectives vary or forbid, unless pinned: policies are remembered by their settings.
     """
     kept = [one for one in space.knobs if one.name not in (EXCLUSIONS, IN_HALF)]
-    kept = [one for one in kept if set(one.choices) != SAVING_MEMORY.get(one.name)]
+    kept = [one for one in kept if one.name != CHECKPOINTS or set(one.choices) != set(REPEATED)]
     knobs = [(one.name, () if one.name == BATCH_SIZE else one.choices) for one in kept]
     content = (knobs, [rule.when for rule in space.forbid if not rule.for_speed])
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
@@ -212,37 +204,13 @@ _OF_RULES = (
     replace(CHECKPOINT, stock="none", values=REPEATED),
     replace(FLOAT8_MODULES, stock="none", values=("none", "wide")),
 )
-_OF_POLICIES = (knob for knob in KNOBS if (knob.values or knob.is_count or knob.is_share) and not knob.is_order)
-# What is preferred, in place of an order.
-_OF_ORDERS = (replace(knob, stock=NO_ORDER, values=(NO_ORDER, *knob.values)) for knob in KNOBS if knob.is_order)
+_OF_POLICIES = (knob for knob in KNOBS if knob.values or knob.is_count)
 # The knobs that a space may have, by name. Those that it may leave out stand last.
-SEARCHED = {
-    knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES, *_OF_ORDERS), key=lambda knob: knob.is_optional)
-}
-
-
-def in_policy(name: str, value: Value) -> Any:
-    """Returns what a policy has for a value of the search."""
-    is_order = name in SEARCHED and SEARCHED[name].is_order
-    return value if not is_order else () if value == NO_ORDER else (value,)
-
-
-def in_search(name: str, policy: Policy) -> Any:
-    """Returns the search's value of a policy's setting."""
-    setting = getattr(policy, name)
-    return setting if not SEARCHED[name].is_order else setting[0] if setting else NO_ORDER
+SEARCHED = {knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES), key=lambda knob: knob.is_optional)}
 
 
 def _value_of(name: str, text: str) -> Value:
     legal = SEARCHED[name].values
-    if SEARCHED[name].is_share:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value <= 1:
-            raise SpaceError(f"{name}={text}: {text!r} is no number from 0 to 1")
-        return value
     if not legal:
         if not text.isdecimal():
             raise SpaceError(f"{name}={text}: {text!r} is no whole number")

@@ -14,7 +14,6 @@ from amptune.search.space.knobs import (
     FLOAT8,
     IN_HALF,
     MASTERS,
-    SAVING_MEMORY,
     SEARCHED,
     WEIGHTS,
     Point,
@@ -38,8 +37,8 @@ def narrowed(
     """
     if saves_memory:
         space = replace(space, forbid=tuple(rule for rule in space.forbid if not rule.for_speed))
-    for name in () if saves_memory else SAVING_MEMORY:
-        space = without_knob(space, name)
+    else:
+        space = without_knob(space, CHECKPOINTS)
     if pins.get(CHECKPOINTS, "none").lower() != "none" and not subject.blocks:
         raise SpaceError(
             f"--set checkpoint={pins[CHECKPOINTS]} is for repeated blocks, and the model has none; a policy file can "

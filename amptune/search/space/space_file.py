@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from amptune.errors import FileFormatError, Problem, SpaceError
 from amptune.hardware.machine import Gpu, Hardware
+from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.knob import is_in
 from amptune.policy.serialization import adapter_for
 from amptune.policy.validation import validate
@@ -170,9 +171,8 @@ def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem
         yield document.problem((), "knobs: this key is missing")
     for name, choices in (body.knobs or {}).items():
         if name not in SEARCHED:
-            yield document.problem(
-                ("knobs", name), f"unknown knob {name!r}; the knobs are {', '.join(SEARCHED)}", key=True
-            )
+            message = f"unknown knob {name!r}; the knobs are {', '.join(SEARCHED)}"
+            yield document.problem(("knobs", name), _told_if_former(name, message), key=True)
             continue
         if not choices:
             yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
@@ -209,7 +209,8 @@ def _values_outside(
 ) -> Iterator[Problem]:
     for name, values in point.items():
         if name not in choices:
-            yield document.problem((*path, name), f"{name!r} is no knob of this space", key=True)
+            message = f"{name!r} is no knob of this space"
+            yield document.problem((*path, name), _told_if_former(name, message), key=True)
             continue
         for value in _as_tuple(values):
             if not is_in(value, choices[name]):
@@ -219,10 +220,12 @@ def _values_outside(
                 )
 
 
+def _told_if_former(name: str, message: str) -> str:
+    return f"{taken_out(name)}: remove it" if name in FORMER else message
+
+
 def _is_legal(name: str, value: Any) -> bool:
     legal = SEARCHED[name].values
-    if SEARCHED[name].is_share:
-        return isinstance(value, float) and 0 <= value <= 1
     if not legal:
         least = 0 if SEARCHED[name].stock == 0 else 1
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -231,8 +234,6 @@ def _is_legal(name: str, value: Any) -> bool:
 
 def _legal_in_words(name: str) -> str:
     legal = SEARCHED[name].values
-    if SEARCHED[name].is_share:
-        return "a number from 0.0 to 1.0"
     return "one of " + ", ".join(map(_word, legal)) if legal else "a whole number"
 
 
