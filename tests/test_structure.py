@@ -57,7 +57,6 @@ PLACES = [
     "search.compiled_graphs",
     "search.trials",
     "search.groundwork",
-    "search.after_checks",
     "search.answer_costs",
     "search.run_state",
     "search.knowledge",

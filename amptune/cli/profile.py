@@ -25,7 +25,7 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
     """Put POLICIES into one profile; each is matched by the GPU it was tuned on."""
     from amptune.errors import FileFormatError, Problem
     from amptune.policy.file_io import load_any, save
-    from amptune.policy.profile import Profile, entry_for, same_machines
+    from amptune.policy.profile import Profile, entry_for, taken_before
 
     if Path(output).resolve() in {Path(path).resolve() for path in policies}:
         raise click.BadParameter(f"{output} is one of the policies, and would be overwritten", param_hint="--output")
@@ -39,7 +39,7 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
             )
         else:
             entries.append(entry)
-    for earlier, later in [] if problems else same_machines(entries):
+    for earlier, later in [] if problems else taken_before(entries):
         message = f"is for the same machines as {policies[earlier]}: keep one of them"
         problems.append(Problem(message=message, source=policies[later]))
     if problems:

@@ -34,10 +34,6 @@ class Condition:
         """False if no value fits, because the comparisons contradict one another."""
         return not any(_exclude(self.name, one, other) for one in self.wanted for other in self.wanted)
 
-    def overlaps(self, other: Condition) -> bool:
-        """Returns whether a value may fit both."""
-        return Condition(self.name, self.wanted + other.wanted).can_hold
-
     def implies(self, other: Condition) -> bool:
         """Returns whether every value that fits here fits `other` too."""
         return all(any(_implies(self.name, own, its) for own in self.wanted) for its in other.wanted)

@@ -62,11 +62,10 @@ def parse_policy(document: Document) -> PolicyFile | Profile:
     if not isinstance(document.data, Mapping):
         raise FileFormatError([document.problem((), "a policy file is a mapping of settings, key: value")])
     schema = document.data.get("schema")
-    data = _with_labels_as_written(document)
     if schema == POLICY_SCHEMA:
-        return policy_file_from(validate(document, PolicyDocument, data))
+        return policy_file_from(validate(document, PolicyDocument))
     if schema == PROFILE_SCHEMA:
-        return _profile_from(document, data)
+        return _profile_from(document)
     allowed = f"amptune reads {POLICY_SCHEMA} and {PROFILE_SCHEMA}"
     said = "schema: this key is missing" if schema is None else f"schema: {schema!r} is not known"
     raise FileFormatError([document.problem(("schema",), f"{said}; {allowed}")])
@@ -153,11 +152,11 @@ def _entry_to_dict(entry: Entry) -> dict[str, Any]:
     return {"match": dict(entry.match), "policy": policy_file_to_dict(entry.policy, schema=False)}
 
 
-def _profile_from(document: Document, data: Any) -> Profile:
+def _profile_from(document: Document) -> Profile:
     """Returns the profile. Raises `FileFormatError` with every problem, malformed comparisons included."""
-    problems = list(_malformed_comparisons(document, data))
+    problems = list(_malformed_comparisons(document))
     try:
-        body = validate(document, ProfileDocument, data)
+        body = validate(document, ProfileDocument)
     except FileFormatError as error:
         problems += error.problems
     if problems:
@@ -168,9 +167,9 @@ def _profile_from(document: Document, data: Any) -> Profile:
     )
 
 
-def _malformed_comparisons(document: Document, data: Any) -> Iterator[Problem]:
+def _malformed_comparisons(document: Document) -> Iterator[Problem]:
     """Yields a problem for each malformed comparison, whatever else is wrong."""
-    entries = data.get("entries")
+    entries = document.data.get("entries")
     for index, entry in enumerate(entries if isinstance(entries, list) else ()):
         match = entry.get("match") if isinstance(entry, Mapping) else None
         for name, text in match.items() if isinstance(match, Mapping) else ():
@@ -178,23 +177,3 @@ def _malformed_comparisons(document: Document, data: Any) -> Iterator[Problem]:
                 condition_of(name, text if isinstance(text, str) else "")
             except ValueError as error:
                 yield document.problem(("entries", index, "match", name), f"{name}: {error}")
-
-
-def _with_labels_as_written(document: Document) -> Any:
-    """Returns the data with each label value as its text in the file: 2.10 is a version, not the number 2.1."""
-
-    def walk(value: Any, path: tuple[str | int, ...], *, labels: bool) -> Any:
-        if isinstance(value, Mapping):
-            return {
-                key: walk(item, (*path, key), labels=labels or _holds_labels(path, key)) for key, item in value.items()
-            }
-        if isinstance(value, list):
-            return [walk(item, (*path, index), labels=False) for index, item in enumerate(value)]
-        return document.text_at(path) if labels and value is not None else value
-
-    return walk(document.data, (), labels=False)
-
-
-def _holds_labels(path: tuple[str | int, ...], key: str) -> bool:
-    inside_policy = not path or path[-1] in ("policy", "default")
-    return (key == "valid_for" and inside_policy) or (key == "match" and path[:1] == ("entries",))

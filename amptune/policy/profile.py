@@ -21,7 +21,7 @@ __all__ = [
     "entry_for",
     "resolve",
     "resolve_here",
-    "same_machines",
+    "taken_before",
     "useless",
 ]
 
@@ -112,14 +112,11 @@ def entry_for(policy_file: PolicyFile) -> Entry | None:
     return Entry(match=match, policy=policy_file) if match else None
 
 
-def same_machines(entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
-    """Yields pairs of entries that name the same labels, and that some machine matches both of."""
+def taken_before(entries: Sequence[Entry]) -> Iterator[tuple[int, int]]:
+    """Yields (earlier, later) for each entry whose policy was tuned on a machine that an earlier entry takes."""
     for later, entry in enumerate(entries):
-        own = entry.conditions
-        for earlier, other in enumerate(entries[:later]):
-            its = other.conditions
-            if own.keys() == its.keys() and all(own[name].overlaps(its[name]) for name in own):
-                yield earlier, later
+        takes = (n for n, one in enumerate(entries[:later]) if not any(_mismatches(one, entry.policy.valid_for)))
+        yield from ((earlier, later) for earlier in list(takes)[:1])
 
 
 def useless(profile: Profile) -> Iterator[tuple[int, str | None, str]]:

@@ -32,14 +32,13 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _TRUTH = {"on": True, "yes": True, "off": False, "no": False}
 
 
-def validate(document: Document, kind: type[T], data: Any = None) -> T:
+def validate(document: Document, kind: type[T]) -> T:
     """Returns the document as `kind`. Raises `FileFormatError` with every problem, in the file's order.
 
     Rules between settings are checked only among valid settings: a rule that names a wrong value is not reported.
-    `data` replaces the document's own.
     """
     reader = _Reader(document)
-    value = reader.read(kind, document.data if data is None else data, ())
+    value = reader.read(kind, document.data, ())
     problems = {str(problem): problem for problem in (*document.problems, *reader.problems)}
     if problems:
         raise FileFormatError(sorted(problems.values(), key=lambda p: (p.line or 0, p.column or 0)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from amptune.errors import FileFormatError, Problem
 __all__ = ["Document", "dump", "parse", "read"]
 
 Path_ = tuple[str | int, ...]
-Place = tuple[int, int]
 
 MAX_CHARACTERS = 2_000_000
 MAX_DEPTH = 60
@@ -35,32 +34,49 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: `data` in plain Python, the place of each value and key, and each scalar's own text.
+    """A parsed file: `data` in plain Python, and PyYAML's `root` node, which knows where everything stands.
 
     `problems` are duplicate keys, of which `data` holds the first; `validate` raises them with all others.
     """
 
     source: str
     data: Any
-    values: Mapping[Path_, Place] = field(default_factory=dict, repr=False)
-    keys: Mapping[Path_, Place] = field(default_factory=dict, repr=False)
-    texts: Mapping[Path_, str] = field(default_factory=dict, repr=False)
-    plain: frozenset[Path_] = field(default=frozenset(), repr=False)
+    root: yaml.Node | None = field(default=None, repr=False)
     problems: tuple[Problem, ...] = ()
 
     def problem(self, path: Path_, message: str, *, key: bool = False) -> Problem:
         """Returns a problem placed at the value (or key) at `path`, or at its nearest ancestor in the file."""
-        places = self.keys if key else self.values
-        line, column = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), (1, 1))
-        return Problem(message=message, source=self.source, line=line, column=column)
+        found = [name if key else value for name, value in self._nodes(path)]
+        return _problem(message, self.source, next((node for node in reversed(found) if node is not None), None))
 
     def text_at(self, path: Path_) -> str | None:
         """Returns a scalar as it is written in the file: `2.10` stays `2.10`."""
-        return self.texts.get(path)
+        node = self._scalar_at(path)
+        return None if node is None else str(node.value)
 
     def is_plain(self, path: Path_) -> bool:
         """Returns True if there is a scalar without quotes at `path`."""
-        return path in self.plain
+        node = self._scalar_at(path)
+        return node is not None and not node.style
+
+    def _scalar_at(self, path: Path_) -> yaml.ScalarNode | None:
+        found = list(self._nodes(path))
+        node = found[-1][1] if found and len(found) == len(path) else None
+        return node if isinstance(node, yaml.ScalarNode) else None
+
+    def _nodes(self, path: Path_) -> Iterator[tuple[yaml.Node | None, yaml.Node]]:
+        """Yields the nodes of key and value on the way to `path`, as far as that is in the file."""
+        node = self.root
+        for step in path:
+            if isinstance(node, yaml.MappingNode):
+                found = next(((name, value) for name, value in node.value if name.value == step), None)
+            else:
+                items = node.value if isinstance(node, yaml.SequenceNode) and isinstance(step, int) else []
+                found = (None, items[step]) if isinstance(step, int) and step < len(items) else None
+            if found is None:
+                return
+            yield found
+            node = found[1]
 
 
 def read(path: str | os.PathLike[str]) -> Document:
@@ -90,18 +106,10 @@ def parse(text: str, source: str) -> Document:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise FileFormatError([Problem(message=f"is no YAML: {error}".replace("\n", " "), source=source)]) from error
     reading = _Reading(source)
-    data = {} if root is None else reading.value(root, ())
+    data = {} if root is None else reading.value(root)
     if reading.problems:
         raise FileFormatError(reading.problems + reading.duplicates)
-    return Document(
-        source=source,
-        data=data,
-        values=reading.values,
-        keys=reading.keys,
-        texts=reading.texts,
-        plain=frozenset(reading.plain),
-        problems=tuple(reading.duplicates),
-    )
+    return Document(source=source, data=data, root=root, problems=tuple(reading.duplicates))
 
 
 def dump(data: Any) -> str:
@@ -145,56 +153,50 @@ _Dumper.add_representer(float, _dump_float)
 
 @dataclass
 class _Reading:
-    """One pass over PyYAML's nodes, which collects plain data, places, and every problem."""
+    """One pass over PyYAML's nodes, which collects plain data and every problem."""
 
     source: str
-    values: dict[Path_, Place] = field(default_factory=dict)
-    keys: dict[Path_, Place] = field(default_factory=dict)
-    texts: dict[Path_, str] = field(default_factory=dict)
-    plain: set[Path_] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
     duplicates: list[Problem] = field(default_factory=list)
-    nodes: int = 0
+    size: int = 0
 
-    def value(self, node: yaml.Node, path: Path_) -> Any:
-        self.nodes += 1 + (len(node.value) // 10 if isinstance(node, yaml.ScalarNode) else 0)
-        place = node.start_mark.line + 1, node.start_mark.column + 1
-        self.values[path] = place
-        if self.nodes > MAX_CHARACTERS // 10 or len(path) > MAX_DEPTH:  # aliases can make a short text huge
+    def value(self, node: yaml.Node, depth: int = 0) -> Any:
+        self.size += 1 + (len(node.value) // 10 if isinstance(node, yaml.ScalarNode) else 0)
+        if self.size > MAX_CHARACTERS // 10 or depth > MAX_DEPTH:  # aliases can make a short text huge
             if not self.problems:
-                self._note(place, "YAML aliases expand too far; amptune never writes such a file")
+                self._note(node, "YAML aliases expand too far; amptune never writes such a file")
             return None
         if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
-            self._note(place, f"the tag {node.tag!r} is not allowed: plain values only")
+            self._note(node, f"the tag {node.tag!r} is not allowed: plain values only")
             return None
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
+            return self._mapping(node, depth)
         if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
-        self.texts[path] = node.value
-        if isinstance(node, yaml.ScalarNode) and not node.style:
-            self.plain.add(path)
+            return [self.value(item, depth + 1) for item in node.value]
         return _scalar(node)  # type: ignore[arg-type]  # what is no collection is a scalar
 
-    def _mapping(self, node: yaml.MappingNode, path: Path_) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
+        lines: dict[str, int] = {}
         for key_node, value_node in node.value:
-            place = key_node.start_mark.line + 1, key_node.start_mark.column + 1
             if not isinstance(key_node, yaml.ScalarNode):
-                self._note(place, "a key must be a word")
-                continue
-            key = str(key_node.value)
-            if key in result:
-                first = self.keys[(*path, key)][0]
-                message = f"{key!r} stands here a second time; the first is in line {first}"
-                self.duplicates.append(Problem(message=message, source=self.source, line=place[0], column=place[1]))
-                continue
-            self.keys[(*path, key)] = place
-            result[key] = self.value(value_node, (*path, key))
+                self._note(key_node, "a key must be a word")
+            elif (key := str(key_node.value)) in result:
+                message = f"{key!r} stands here a second time; the first is in line {lines[key]}"
+                self.duplicates.append(_problem(message, self.source, key_node))
+            else:
+                lines[key] = key_node.start_mark.line + 1
+                result[key] = self.value(value_node, depth + 1)
         return result
 
-    def _note(self, place: Place, message: str) -> None:
-        self.problems.append(Problem(message=message, source=self.source, line=place[0], column=place[1]))
+    def _note(self, node: yaml.Node, message: str) -> None:
+        self.problems.append(_problem(message, self.source, node))
+
+
+def _problem(message: str, source: str, node: yaml.Node | None) -> Problem:
+    """Returns a problem placed at a node; without one at the beginning of the file."""
+    line, column = (node.start_mark.line, node.start_mark.column) if node is not None else (0, 0)
+    return Problem(message=message, source=source, line=line + 1, column=column + 1)
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
@@ -214,20 +216,11 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 def _refuse_deep(text: str, source: str) -> None:
     """Raises if nesting is too deep. Runs before composing, which recurses; parsing does not recurse."""
-    too_deep = FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
-    level = read_to = 0
-    try:
-        for event in yaml.parse(text, Loader=_BaseLoader):
-            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            read_to = event.end_mark.index if event.end_mark else read_to
-            if level > MAX_DEPTH:
-                raise too_deep
-    except yaml.MarkedYAMLError as error:
-        # PyYAML 6.0.4 has a limit of its own. Its scanner runs ahead of the events, so it can meet that limit first.
-        ahead = text[read_to : error.problem_mark.index] if error.problem_mark else ""
-        if level + len(re.findall(r"[\[{]", ahead)) - len(re.findall(r"[]}]", ahead)) > MAX_DEPTH:
-            raise too_deep from error
-        raise
+    level = 0
+    for event in yaml.parse(text, Loader=_BaseLoader):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MAX_DEPTH:
+            raise FileFormatError([Problem(message=f"nested deeper than {MAX_DEPTH} levels", source=source)])
 
 
 def _syntax_problem(error: yaml.MarkedYAMLError, text: str, source: str) -> Problem:

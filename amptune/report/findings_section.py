@@ -27,7 +27,6 @@ _ADVICE = {
     "not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
     "graph-not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
     "not-proven": "Run that command.",
-    "larger-batch": "Try --batch-size auto, if training may use another batch size.",
     "shared-cpu": "Measure the policy again with all cores: `amptune verify policy.yaml TARGET`.",
     "compile-not-tried": "Run the same command again: it continues.",
     "compile-pays": "Nothing, if you train for longer than that.",
@@ -52,8 +51,6 @@ def findings_section_of(study_report: StudyReport, findings: Iterable[Finding]) 
 def worth_of(finding: Finding) -> float:
     """Returns what acting on a finding may gain, as a share of the speed; 0 if nobody knows."""
     figures = finding.figures
-    if finding.code == "larger-batch" and isinstance(figures.get("gain"), float):
-        return float(figures["gain"]) - 1
     if finding.code == "input-bound" and isinstance(figures.get("share"), float):
         return float(figures["share"]) / max(0.01, 1 - float(figures["share"]))
     return 0.0

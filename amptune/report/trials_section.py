@@ -225,7 +225,7 @@ def _batch(study_report: StudyReport) -> Iterator[str]:
             f"at least {fits} should fit, as weights do not grow with the batch."
         )
     sizes = {trial.policy.batch_size or own for trial in study_report.record.trials}
-    found = [one.message for one in study_report.record.findings if one.code in ("largest-batch", "larger-batch")]
+    found = [one.message for one in study_report.record.findings if one.code == "largest-batch"]
     yield from map(note, found)
     if len(sizes) > 1:
         yield _by_size(study_report, own)

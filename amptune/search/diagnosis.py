@@ -15,12 +15,11 @@ from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.loop_timing import limits_of
-from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
-from amptune.search.after_checks import LOOK
 from amptune.search.events import Event, Observer, PolicyJudged
 from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge
 from amptune.search.gate.judgement import Judgement
@@ -38,6 +37,8 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 LOOP_S = 2.0
+# Enough steps to see if stock PyTorch runs, and if something disturbs it.
+FIRST_STEPS = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +96,7 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(LOOK, time_limit_s=self._limit_s))
+        outcome = self.evaluator.measure(STOCK, replace(FIRST_STEPS, time_limit_s=self._limit_s))
         if isinstance(outcome, Failure):  # the step has to run before anything else is examined
             findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)

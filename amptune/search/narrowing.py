@@ -143,11 +143,6 @@ class Narrowing:
         message = f"the training loop could not be timed, only steps by themselves: {self.loader_failure}"
         return (Finding(code="loader-failed", message=message),)
 
-    @property
-    def has_turns(self) -> bool:
-        """True if a policy has had its turn."""
-        return bool(self._costs_s)
-
     def _next(self, verdict: Verdict) -> NextRound | None:
         leader = verdict.leader.policy if verdict.leader is not None else verdict.baseline.policy
         seen = {one.policy for one in verdict.contenders if one.failure is not None or one.gain is not None}
@@ -181,9 +176,8 @@ class Narrowing:
             self._launch(chosen.policies)
         named = () if verdict is None else named_by(verdict)
         in_turn = self._order.sample(chosen.policies, len(chosen.policies))
-        reserve_s = self.reserve_s()  # what its own turns add to the reserve has no claim on the turns that are left
         for policy in sorted(in_turn, key=lambda policy: policy not in named):  # what decides, before time is short
-            if verdict is not None and self.budget.left_s - reserve_s < self._cost_s(policy):
+            if verdict is not None and self._left_s < self._cost_s(policy):
                 return False
             began_s = self.budget.spent_s
             outcome = self._outcome(policy, verdict)

@@ -22,7 +22,6 @@ from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.cpu_share import cores_of_this_process
 from amptune.policy.artifact_file import kept_in
 from amptune.policy.findings import Finding
-from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
@@ -62,10 +61,6 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
         evaluator = evaluator or _workers(request)
         try:
             decision = tune_with(evaluator, request, observer)
-            try:
-                decision = _told_of_a_larger_batch(evaluator, decision, request)
-            except KeyboardInterrupt:
-                raise TuningInterrupted(decision) from None
             _keep_findings(request, decision)
             return _with_artifacts(request, decision)
         except TuningInterrupted as interrupted:
@@ -137,11 +132,6 @@ def _accumulating(request: TuningRequest, prepared: Prepared) -> TuningRequest:
     samples = subject.batch_size * subject.accumulate * wanted.devices
     whole = GlobalBatch(samples=samples, devices=wanted.devices)
     return replace(request, wanted=replace(wanted, global_batch=whole))
-
-
-def _told_of_a_larger_batch(evaluator: Evaluator, decision: Decision, request: TuningRequest) -> Decision:
-    finding = larger_batch(evaluator, decision, request.budget) if request.leaves_the_batch else None
-    return decision if finding is None else decision.with_findings([finding])
 
 
 def _with_artifacts(request: TuningRequest, decision: Decision) -> Decision:

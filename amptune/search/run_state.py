@@ -19,6 +19,7 @@ from amptune.search.sampler.catalog import History
 from amptune.search.space.candidates import Candidates
 from amptune.search.table.effects import machine_of
 from amptune.search.table.late_start import LateStart, late_starts
+from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
 
@@ -90,9 +91,9 @@ class RunState:
             interrupted=interrupted,
             timeline=timeline,
         )
-        return decision.with_findings(self._noticed_after(decision.policy))
+        return decision.with_findings(self._noticed_after(decision.policy, verdict))
 
-    def _noticed_after(self, winner: Policy) -> Iterator[Finding]:
+    def _noticed_after(self, winner: Policy, verdict: Verdict) -> Iterator[Finding]:
         whole = self.request.wanted.global_batch
         if whole is not None:
             yield whole.kept_by(winner)
@@ -100,6 +101,7 @@ class RunState:
         if winner.fused_optimizer and not self.prepared.subject.fusable:
             message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
             yield Finding(code="fused-optimizer-without-effect", message=message)
+        yield from self._freed_memory(verdict)
         yield from self._too_late()
         workers = self.request.workers
         if workers > 1 and self.prepared.hardware.gpu is None:
@@ -111,6 +113,22 @@ class RunState:
             if self.request.budget.trials is not None:
                 spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
             yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
+
+    def _freed_memory(self, verdict: Verdict) -> Iterator[Finding]:
+        """Yields how much memory the policy frees, if a larger batch could use it."""
+        own, before = verdict.winner, verdict.baseline
+        own_mib, before_mib = own.peak_memory_mib, before.peak_memory_mib
+        is_alike = own.policy.batch_size == before.policy.batch_size and not verdict.keeps_the_baseline
+        if not (self.request.leaves_the_batch and is_alike and own_mib and before_mib):
+            return
+        if own_mib < (1 - NEGLIGIBLE) * before_mib:
+            message = (
+                f"the policy frees {before_mib - own_mib:,.0f} of {before_mib:,.0f} MiB: --batch-size auto finds out "
+                "if a larger batch is faster (what training learns from it is another question; --global-batch N "
+                "keeps it as it is)"
+            )
+            figures = {"freed_mib": before_mib - own_mib, "peak_memory_mib": own_mib}
+            yield Finding(code="memory-freed", message=message, figures=figures)
 
     def _too_late(self) -> Iterator[Finding]:
         """Yields that the policy with the fastest steps starts too late."""

@@ -19,7 +19,6 @@ from amptune.search.events import Observer, SearchEnded
 from amptune.search.groundwork import Modules, Numerics
 from amptune.search.knowledge import Knowledge
 from amptune.search.narrowing import Narrowing
-from amptune.search.plan.budget import larger_batch_s
 from amptune.search.plan.compile_costs import cold_s
 from amptune.search.plan.plan import Stage, Step, Wants
 from amptune.search.space.knobs import FLOAT8
@@ -212,19 +211,11 @@ class Stages:
             search_s=self._budget.seconds - self._built_s,
             awaits_graph=self._graphs.is_awaited,
         )
-        return judging_s + compared + self._larger_batch_s + typical_s(self.known.study)
+        return judging_s + compared + typical_s(self.known.study)
 
     def _not_for_comparing_s(self) -> float:
-        """Returns the seconds that the comparison leaves: for a graph that may come, and after a turn for a look."""
-        look_s = self._larger_batch_s if self._narrowing.has_turns else 0.0
-        return look_s + (typical_s(self.known.study) if self._graphs.may_come else 0.0)
-
-    @property
-    def _larger_batch_s(self) -> float:
-        """The seconds to keep for a larger batch under the best policy; none if it would be compiled anew."""
-        best = next(iter(ranked(self.known.study.history)), None)
-        has_look = self.known.request.leaves_the_batch and best is not None and best.compile == "off"
-        return larger_batch_s(self._budget) if has_look else 0.0
+        """Returns the seconds that the comparison leaves for a graph that may come."""
+        return typical_s(self.known.study) if self._graphs.may_come else 0.0
 
     def _unseen(self, leader: Policy) -> Iterator[Policy]:
         """Yields the known-good policies that were not tried, then those one step from the leader; none to compile."""

@@ -47,14 +47,6 @@ def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: P
     assert "batch size 256" in done.stderr
 
 
-def test_a_batch_that_is_the_users_own_is_left_and_a_larger_one_told_of(folder: Path) -> None:
-    done = run(*BASE, "--trials", "4", "--json", folder=folder, evaluator=Limited())
-    answer = json.loads(done.stdout)
-    assert answer["policy"]["batch_size"] == 128
-    larger = next(finding for finding in answer["findings"] if finding["code"] == "larger-batch")
-    assert larger["batch_size"] > 128
-
-
 def test_a_global_batch_is_kept_and_the_policy_says_so(folder: Path) -> None:
     options = ["--global-batch", "128", "--devices", "2", "--trials", "2"]
     done = run(*BASE, *options, folder=folder, evaluator=Machine(batch_size=16))

@@ -91,36 +91,36 @@ def test_a_cpuinfo_without_x86_facts_still_gives_a_cpu(tmp_path: Path, cpuinfo: 
     assert not cpu.amx_bf16
 
 
-def test_a_machine_without_proc_and_sys_still_gives_a_cpu(tmp_path: Path) -> None:
-    cpu = read_cpu(tmp_path)
-    assert cpu.model
-    assert cpu.cores >= 1
-    assert cpu.memory_mib == psutil.virtual_memory().total // MIB
-
-
-def test_the_memory_limit_of_cgroup_2_holds_for_the_groups_below_it(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/jobs/mine\n",
-        "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
-        "sys/fs/cgroup/jobs/memory.max": f"{64 * MIB}\n",
-    }
-    assert read_cpu(machine(tmp_path, files)).memory_mib == 64
-
-
-def test_the_memory_limit_of_cgroup_1_holds(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
-        "sys/fs/cgroup/memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    assert read_cpu(machine(tmp_path, files)).memory_mib == 96
-
-
-def test_a_container_whose_cgroup_has_the_hosts_path_still_finds_its_limit(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "0::/kubepods/pod1/abc\n", "sys/fs/cgroup/memory.max": f"{48 * MIB}\n"}
-    assert read_cpu(machine(tmp_path, files)).memory_mib == 48
-
-
-def test_a_limit_above_the_machines_memory_changes_nothing(tmp_path: Path) -> None:
-    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**60}\n"}
-    assert read_cpu(machine(tmp_path, files)).memory_mib == psutil.virtual_memory().total // MIB
+@pytest.mark.parametrize(
+    ("files", "limit_mib"),
+    [
+        (  # of cgroup 2, for the groups below it
+            {
+                "proc/self/cgroup": "0::/jobs/mine\n",
+                "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
+                "sys/fs/cgroup/jobs/memory.max": f"{64 * MIB}\n",
+            },
+            64,
+        ),
+        (  # of cgroup 1
+            {
+                "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
+                "sys/fs/cgroup/memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            96,
+        ),
+        (  # in a container whose cgroup has the host's path
+            {"proc/self/cgroup": "0::/kubepods/pod1/abc\n", "sys/fs/cgroup/memory.max": f"{48 * MIB}\n"},
+            48,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**60}\n"}, None),
+        ({}, None),
+    ],
+    ids=["cgroup 2", "cgroup 1", "container", "above the machine's", "no proc and sys"],
+)
+def test_a_limit_of_memory_below_the_machines_holds(
+    tmp_path: Path, files: Mapping[str, str], limit_mib: int | None
+) -> None:
+    whole_mib = psutil.virtual_memory().total // MIB
+    assert read_cpu(machine(tmp_path, files)).memory_mib == (whole_mib if limit_mib is None else limit_mib)

@@ -44,16 +44,6 @@ def test_without_a_gpu_the_cpu_is_the_device() -> None:
     assert probe() == probe("cpu")
 
 
-@no_gpu
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_gpu_that_does_not_exist_is_an_error_that_lists_what_does(device: str) -> None:
-    with pytest.raises(DeviceError) as raised:
-        probe(device)
-    assert str(raised.value) == (
-        f"device '{device}' does not exist here: choose cpu (torch sees no GPU), or leave it out"
-    )
-
-
 @pytest.mark.parametrize("device", ["", "gpu", "mps", "cuda:", "cuda:x", "cuda:99", "CPU"])
 def test_no_other_word_is_a_device(device: str) -> None:
     with pytest.raises(DeviceError, match="does not exist here: choose cpu"):
@@ -79,12 +69,6 @@ def test_windows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_labels_of_the_site_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPTUNE_LABELS", "rack=a12")
     assert dict(probe("cpu").labels)["rack"] == "a12"
-
-
-def test_malformed_labels_of_the_site_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMPTUNE_LABELS", "a12")
-    with pytest.raises(DeviceError, match="AMPTUNE_LABELS: 'a12'"):
-        probe("cpu")
 
 
 def test_importing_the_room_imports_nothing_heavy() -> None:

@@ -139,28 +139,16 @@ def test_a_reading_comes_in_the_unit_of_its_name(nvml: RecordedNvml, reading: st
     ],
     ids=["not supported", "unknown", "old driver"],
 )
-def test_a_reading_that_fails_is_none_and_says_why(nvml: RecordedNvml, reading: str, error: Exception) -> None:
+def test_a_reading_that_fails_is_none_and_says_why_until_it_works_again(
+    nvml: RecordedNvml, reading: str, error: Exception
+) -> None:
     nvml.failing[READINGS[reading][0]] = error
     with gpu_at(UUID) as gpu:
         assert getattr(gpu, reading)() is None
         (line,) = gpu.unread()
-    assert line.endswith(f": {error}")
-
-
-def test_a_reading_that_fails_leaves_the_others_alone(nvml: RecordedNvml) -> None:
-    nvml.failing["nvmlDeviceGetMemoryInfo"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-    with gpu_at(UUID) as gpu:
-        found = with_readings(as_torch_has_it(0, torch_properties()), gpu)
-        assert gpu.unread() == ("memory: Not Supported",)
-    assert (found.memory_mib, found.power_limit_w, found.temperature_c) == (143156, 700.0, 31)
-
-
-def test_a_reading_that_works_again_is_no_longer_unread(nvml: RecordedNvml) -> None:
-    with gpu_at(UUID) as gpu:
-        nvml.failing["nvmlDeviceGetTemperature"] = pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-        assert gpu.temperature_c() is None
+        assert line.endswith(f": {error}")
         nvml.failing.clear()
-        assert gpu.temperature_c() == 31
+        assert getattr(gpu, reading)() == READINGS[reading][1]
         assert gpu.unread() == ()
 
 
@@ -172,12 +160,6 @@ def test_an_old_driver_gives_clock_event_reasons_under_their_old_name(nvml: Reco
         assert gpu.clock_event_reasons() == 0x4
         nvml.failing["nvmlDeviceGetCurrentClocksThrottleReasons"] = missing
         assert gpu.clock_event_reasons() is None
-
-
-def test_processes_leave_out_this_one_and_those_told(nvml: RecordedNvml) -> None:
-    assert nvml.users == 0
-    with gpu_at(UUID) as gpu:
-        assert gpu.processes(exclude=(17,)) == (4242,)
 
 
 def test_an_h200_is_what_torch_and_nvml_say_together(nvml: RecordedNvml) -> None:
@@ -209,10 +191,14 @@ def test_an_h200_is_what_torch_and_nvml_say_together(nvml: RecordedNvml) -> None
 
 
 @pytest.mark.parametrize("uuid", [UUID, f"GPU-{UUID}"])
-def test_a_gpu_is_found_with_and_without_the_prefix_of_its_uuid(nvml: RecordedNvml, uuid: str) -> None:
-    assert nvml.users == 0
+@pytest.mark.parametrize("knows_mig", [True, False])
+def test_a_gpu_is_found_with_and_without_the_prefix_of_its_uuid(nvml: RecordedNvml, uuid: str, knows_mig: bool) -> None:
+    if not knows_mig:
+        nvml.failing["nvmlDeviceIsMigDeviceHandle"] = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     with gpu_at(uuid) as gpu:
         assert (gpu.uuid, gpu.mig_slice) == (f"GPU-{UUID}", False)
+        assert gpu.processes(exclude=(17,)) == (4242,)
+        assert gpu.unread() == ()
 
 
 @pytest.mark.parametrize("uuid", [UUID, f"MIG-{UUID}"])
@@ -233,13 +219,6 @@ def test_a_mig_slice_never_gets_the_memory_of_the_whole_gpu(nvml: RecordedNvml) 
     with gpu_at(UUID) as gpu:
         found = with_readings(as_torch_has_it(0, torch_properties(name=MIG_NAME, total_mib=16384)), gpu)
     assert (found.memory_mib, found.other_processes, found.power_limit_w) == (16384, None, 700.0)
-
-
-def test_a_driver_that_knows_no_mig_has_no_slices(nvml: RecordedNvml) -> None:
-    nvml.failing["nvmlDeviceIsMigDeviceHandle"] = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-    with gpu_at(UUID) as gpu:
-        assert not gpu.mig_slice
-        assert gpu.unread() == ()
 
 
 def test_a_gpu_that_nvml_does_not_know_is_absent_and_nvml_closed(nvml: RecordedNvml) -> None:

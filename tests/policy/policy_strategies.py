@@ -63,6 +63,7 @@ def policies(draw: st.DrawFn) -> Policy:
         and not checkpoint
         and draw(st.sampled_from((False, True) if half else (False, True, "step"))),
         fused_optimizer=draw(st.booleans()),
+        threads=draw(st.integers(0, 64)),
         loss_scale=draw(st.none() | loss_scales) if half or autocast == "fp16" else None,
     )
 

@@ -41,13 +41,10 @@ def test_a_file_that_was_cut_or_edited_in_its_head_or_its_content_is_damaged(dat
 def test_another_file_is_none_of_amptune_s(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^is no file of amptune's artifacts$"):
         ArtifactFile.from_bytes(data)
-    (tmp_path / "other").write_bytes(data)
-    assert not is_artifact_file(tmp_path / "other")
-
-
-def test_a_file_is_known_by_its_head_and_lies_beside_its_policy(tmp_path: Path) -> None:
     path = beside(tmp_path / "policy.yaml")
     assert path.name == "policy.yaml.artifacts"
+    assert not is_artifact_file(path)
+    path.write_bytes(data)
     assert not is_artifact_file(path)
     path.write_bytes(FILE.to_bytes()[:-1])
     assert is_artifact_file(path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import get_args, get_type_hints
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -21,7 +22,9 @@ from amptune.policy.settings import KNOBS, STOCK, Fp32Rule, LossScale, Policy
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
 
-FUSED = Policy(fused_optimizer=True)
+FUSED, BF16, COMPILED = Policy(fused_optimizer=True), Policy(autocast="bf16"), Policy(compile="default")
+NHWC = Policy(memory_format="channels_last")
+O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
 AGAINST_STOCK: Judgements[Judgement] = Judgements(STOCK)
 
 
@@ -53,11 +56,6 @@ def test_the_values_of_a_knob_are_those_of_its_field_and_stock_comes_first(knob:
     assert knob.values[:1] in ((), (knob.stock,))
 
 
-def test_a_fused_optimizer_changes_neither_numerics_nor_memory_nor_the_graph() -> None:
-    assert AGAINST_STOCK.is_exempt(FUSED)
-    assert numerics_of(FUSED) == memory_of(FUSED) == graph_of(FUSED) == STOCK
-
-
 @pytest.mark.usefixtures("_forgotten")
 def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() -> None:
     try:
@@ -67,15 +65,11 @@ def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() 
         _forget()
 
 
-def test_a_layout_is_judged_with_a_precision_and_needs_no_judgement_by_itself() -> None:
-    nhwc = Policy(memory_format="channels_last")
-    assert AGAINST_STOCK.is_exempt(nhwc)
-    assert numerics_of(nhwc) != STOCK
-
-
 @pytest.mark.parametrize(
     ("policy", "exempt"),
     [
+        (FUSED, True),
+        (NHWC, True),
         (Policy(fp32_math="ieee"), True),
         (Policy(fp32_math="tf32"), False),
         (Policy(compile="default"), False),
@@ -87,28 +81,26 @@ def test_what_is_as_precise_as_stock_needs_no_judgement(policy: Policy, *, exemp
     assert AGAINST_STOCK.is_exempt(policy) is exempt
 
 
-def test_policies_with_one_graph_share_the_compilers_cache() -> None:
-    """The rule for what compiling costs and that for what the sampler expects it to cost differed."""
-    one = Policy(compile="default", cudnn_benchmark=True, fused_optimizer=True, accumulate=4)
-    assert graph_of(one) == graph_of(Policy(compile="default")) != graph_of(Policy(compile="reduce-overhead"))
-
-
-def test_both_half_precisions_take_the_same_memory_and_ieee_math_its_own_where_it_computes() -> None:
-    bf16, fp16 = Policy(autocast="bf16"), Policy(autocast="fp16", loss_scale=LossScale(init=8.0))
-    assert memory_of(bf16) == memory_of(fp16)
-    kept = Policy(autocast="bf16", fp32_math="ieee", fp32_modules=(Fp32Rule(path="head"),))
-    assert memory_of(kept) == memory_of(bf16)
-    assert memory_of(Policy(fp32_math="ieee")) != memory_of(STOCK)
-    assert tensors_of(Policy(fp32_math="ieee")) == tensors_of(STOCK)
-
-
-def test_half_weights_keep_their_meaning_without_settings_that_change_nothing_here() -> None:
-    o2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
-    assert tensors_of(o2) == Policy(weights="half")
-    assert memory_of(o2) == Policy(weights="half", master_weights=True)
-
-
-def test_policies_share_a_process_unless_what_they_do_to_it_lasts() -> None:
-    assert process_of(Policy(autocast="bf16", memory_format="channels_last")) == process_of(STOCK)
-    lasting = {process_of(one) for one in (STOCK, Policy(cudnn_benchmark=True), Policy(compile="default"))}
-    assert len(lasting) == 3
+@pytest.mark.parametrize(
+    ("of", "one", "other", "alike"),
+    [
+        (numerics_of, FUSED, STOCK, True),
+        (numerics_of, NHWC, STOCK, False),
+        (memory_of, FUSED, STOCK, True),
+        (memory_of, BF16, Policy(autocast="fp16", loss_scale=LossScale(init=8.0)), True),
+        (memory_of, Policy(autocast="bf16", fp32_math="ieee", fp32_modules=(Fp32Rule(path="head"),)), BF16, True),
+        (memory_of, Policy(fp32_math="ieee"), STOCK, False),
+        (memory_of, O2, Policy(weights="half", master_weights=True), True),
+        (tensors_of, Policy(fp32_math="ieee"), STOCK, True),
+        (tensors_of, O2, Policy(weights="half"), True),
+        (graph_of, replace(FUSED, compile="default", cudnn_benchmark=True, accumulate=4), COMPILED, True),
+        (graph_of, COMPILED, Policy(compile="reduce-overhead"), False),
+        (process_of, replace(BF16, memory_format="channels_last"), STOCK, True),
+        (process_of, Policy(cudnn_benchmark=True), STOCK, False),
+        (process_of, COMPILED, STOCK, False),
+    ],
+)
+def test_policies_share_what_their_settings_do_not_change(
+    of: Callable[[Policy], Any], one: Policy, other: Policy, *, alike: bool
+) -> None:
+    assert (of(one) == of(other)) is alike

@@ -21,10 +21,9 @@ from amptune.report.findings_section import worth_of
 from amptune.report.markup import interval, memory, number, times
 from amptune.report.module_map import grouped, kept_by
 from amptune.report.page import page_of, page_without_answer
-from amptune.report.plot import HEIGHT, LINE, Axis, Bar, ChartMark, axis_for, bars, scatter
+from amptune.report.plot import HEIGHT, LINE, Bar, ChartMark, axis_for, bars, scatter
 from amptune.report.study_files import LongCurve, StudyFiles
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
-from amptune.search.sampler.records import GateRecord
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
@@ -168,14 +167,6 @@ def test_the_policy_is_a_file_to_save() -> None:
     assert file.valid_for["nvidia.com/gpu.product"] == "NVIDIA-H200"
 
 
-def test_the_waterfall_says_what_was_not_measured_by_itself() -> None:
-    page = shown(study_report_of(rich(), THROUGHPUT))
-    spans = page.texts("span")
-    assert "memory format channels_last" in spans
-    assert "not measured alone: autocast" in spans or "overlap of the settings" in spans
-    assert "all together" in spans
-
-
 def test_failures_stand_by_their_kind_with_what_to_do() -> None:
     page = shown(study_report())
     assert "1 of 6 trials failed" in page.texts("h3")
@@ -191,11 +182,24 @@ def test_a_study_in_which_the_baseline_failed_has_a_page_too() -> None:
     assert "oom <there>" in page.texts("p")
 
 
-def test_numerics_say_the_share_of_the_limits_and_the_worst_modules() -> None:
-    page = shown(study_report_of(rich(), THROUGHPUT))
-    assert "body.7.attention.qkv" in page.texts("td")
-    assert {"12%", "the gradient of weight is off by 4%"} <= {*page.texts("td"), *page.texts("span")}
-    assert "Losses of the first steps" in page.texts("h3")
+@pytest.mark.parametrize(
+    ("tag", "text"),
+    [
+        ("span", "memory format channels_last"),
+        ("span", "all together"),
+        ("td", "body.7.attention.qkv"),
+        ("td", "the gradient of weight is off by 4%"),
+        ("h3", "Losses of the first steps"),
+        ("span", "build the model"),
+        ("span", "compile in the background"),
+        ("span", "check numerics against FP32"),
+        ("span", "disturbed from outside"),
+        ("td", "0.1.0 (commit 0123456789)"),
+        ("td", "580.1"),
+    ],
+)
+def test_a_study_that_kept_all_shows_it(tag: str, text: str) -> None:
+    assert text in shown(study_report_of(rich(), THROUGHPUT)).texts(tag)
 
 
 def test_long_curves_of_this_policy_take_the_place_of_the_first_steps() -> None:
@@ -219,31 +223,18 @@ def test_curves_of_the_judgement_have_fp32s_runs_as_a_band() -> None:
     assert any("differ by 2.5 % of the loss at most" in text for text in page.texts("p"))  # from the first run
 
 
-def test_the_course_is_told_in_words_of_a_user() -> None:
-    page = shown(study_report_of(rich(), THROUGHPUT))
-    lanes = page.texts("span")
-    assert {"build the model", "compile in the background", "check numerics against FP32"} <= set(lanes)
-    assert "disturbed from outside" in lanes
-    assert any("thermally throttled" in item for item in page.texts("li"))
-    none = shown(study_report_of(replace(rich(), timeline=()), THROUGHPUT))
-    assert "The last tuning left no course" in none.whole
-
-
 def test_the_memory_that_is_saved_is_a_batch_size() -> None:
     page = shown(study_report_of(rich(), THROUGHPUT))
     assert "in that memory it has room for at least 44." in page.whole
-    assert "batches of 64 would train 1.3 times as many" in page.texts("p")
 
 
 def test_findings_come_by_worth_with_what_to_do() -> None:
     page = shown(study_report_of(rich(), THROUGHPUT))
-    assert page.texts("span").index("up to 30% faster:") < page.texts("span").index(
+    assert page.texts("span").index("up to 25% faster:") < page.texts("span").index(
         "Nothing: training runs in this state too. A higher power limit makes both faster."
     )
     assert worth_of(Finding(code="input-bound", message="", figures={"share": 0.5})) == 1.0
-    assert worth_of(Finding(code="larger-batch", message="", figures={"gain": "unknown"})) == 0.0
-    cells = page.texts("td")
-    assert {"driver", "580.1", "0.1.0 (commit 0123456789)", "runs"} <= set(cells)
+    assert worth_of(Finding(code="input-bound", message="", figures={"share": "unknown"})) == 0.0
 
 
 def test_every_row_is_as_wide_as_its_headings() -> None:
@@ -299,11 +290,6 @@ def test_an_axis_holds_all_values_and_has_a_few_round_ticks(values: list[float])
     assert all(axis.low <= tick * 1.000001 and tick <= axis.high * 1.000001 for tick in axis.ticks)
 
 
-def test_ticks_have_all_their_digits() -> None:
-    axis = Axis(label="", low=0.0, high=1.0, start=0.0, end=1.0, step=0.25)
-    assert [axis.text(tick) for tick in axis.ticks] == ["0.00", "0.25", "0.50", "0.75", "1.00"]
-
-
 def test_labels_keep_clear_of_each_other_and_of_the_edge() -> None:
     marks = [
         ChartMark(x=1.0, y=1.0, kind="trial", title="t"),
@@ -347,10 +333,3 @@ def test_figures_have_few_digits_and_their_unit() -> None:
     assert [memory(value) for value in (None, 720.0, 2048.0)] == ["", "720 MiB", "2.0 GiB"]
     same = Ratio(value=1.0, low=1.0, high=1.0)
     assert (times(same), interval(same), times(None)) == ("1×", "", "")
-
-
-def test_a_graph_that_was_rejected_speaks_against_the_others_in_its_dtype_in_a_study_read_back_too() -> None:
-    graph = Policy(autocast="bf16", compile="default")
-    study = record(judged=(GateRecord(policy=graph, passes=False, used=2.0, words="its gradient holds 20%"),))
-    assert study.judgements.bars(replace(graph, compile="reduce-overhead"))
-    assert not study.judgements.bars(replace(graph, compile="off"))

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
-from amptune.cli.files import check_file
-from amptune.errors import ClaimError, FileFormatError
+from amptune.errors import ClaimError
 from amptune.hardware.detect import probe
 from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.file_io import load
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
-from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
+from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
 from amptune.report.explanation import explain, explain_for, machine_in_words
-from amptune.report.progress import describe, progress_for
+from amptune.report.progress import describe
 from amptune.report.terminal import _parity_in_words, print_hardware
 from amptune.search.decide.pareto import ParetoPoint
-from amptune.search.events import SearchEnded, StepStarted, TrialEnded
+from amptune.search.events import TrialEnded
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 
@@ -58,73 +56,6 @@ def test_a_failed_trial_says_its_kind_and_why() -> None:
     assert line.split() == ["[", "9", "s", "left]", "4", "oom", "fp16:", "no", "memory"]
 
 
-def test_off_a_terminal_progress_is_plain_lines() -> None:
-    stream = io.StringIO()
-    with progress_for(stream) as observer:
-        observer(StepStarted(stage="trial", what="stock PyTorch"))
-        observer(SearchEnded(because="the budget for searching is spent", trials=3, left_s=-0.3))
-    assert stream.getvalue() == "[   0 s left] search ended after 3 new trials: the budget for searching is spent\n"
-
-
-def test_every_setting_of_a_policy_is_explained() -> None:
-    policy = Policy(
-        autocast="fp16",
-        fp32_math="tf32",
-        fp32_modules=(
-            Fp32Rule(path="head", reason=Reason(saves_ms=0.41)),
-            Fp32Rule(type="LayerNorm", cast_output=True),
-        ),
-        memory_format="channels_last",
-        cudnn_benchmark=True,
-        batch_size=32,
-        accumulate=4,
-        compile="default",
-        fused_optimizer=True,
-        loss_scale=LossScale(init=1024),
-    )
-    text = "\n".join(explain(PolicyFile(policy=policy)))
-    for words in (
-        "float16",
-        "fp32_math tf32",
-        "fp32_modules head: stays in FP32: keeping it out of autocast saves 0.41 ms a step",
-        "type LayerNorm",
-        "its output is cast back",
-        "NHWC",
-        "cudnn_benchmark true",
-        "batch_size 32 per device, accumulated over 4 micro-batches",
-        "torch.compile",
-        "one kernel updates all parameters",
-        "starts at 1024",
-        "written by hand",
-    ):
-        assert words in text
-
-
-def test_the_opt_levels_of_apex_are_explained() -> None:
-    o2, o3 = ("\n".join(explain(load(f"apex:{level}"))) for level in ("O2", "O3"))
-    for words in (
-        "weights half: weights are held in float16",
-        "master_weights true: the optimizer updates FP32 copies",
-        "keep_batchnorm_fp32 true",
-        "starts at 65536, doubles every 2000 clean steps, up to 16777216.",
-    ):
-        assert words in o2
-    assert "autocast" not in o2.replace("without autocast's casts", "")
-    assert "master_weights false: weights are updated in float16, which loses updates" in o3
-    static = Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True))
-    assert "loss_scale: stays at 128." in explain(PolicyFile(policy=static))
-
-
-def test_evidence_is_told_with_its_interval() -> None:
-    evidence = {"step_ms": 5.0, "samples_per_s": 200.0, "speedup": 2.0, "speedup_ci95": [1.9, 2.1], "provisional": True}
-    file = PolicyFile(policy=STOCK, evidence=evidence, valid_for={"torch": "2.11", "model": "sha256:0"})  # type: ignore[arg-type]
-    text = "\n".join(explain(file))
-    assert "2 times the speed of the baseline (95 % interval 1.9 to 2.1)" in text
-    assert "Provisional" in text
-    assert "Valid for torch 2.11, this model." in text
-    assert "Tune again for another GPU or CPU" in text
-
-
 def test_machines_are_told_in_words_and_not_as_labels() -> None:
     gpu = {
         "nvidia.com/gpu.product": "NVIDIA-H200",
@@ -149,31 +80,6 @@ def test_machines_are_told_in_words_and_not_as_labels() -> None:
     assert machine_in_words({"nvidia.com/gpu.product": "X"}) == "X"
 
 
-def test_the_file_says_why_others_lost_and_what_the_risks_are() -> None:
-    def lost(policy: dict[str, Any], why: str) -> dict[str, Any]:
-        return {"policy": policy, "lost": why}
-
-    evidence: Any = {
-        "speedup": 2.0,
-        "parity": {"share_of_allowed": 0.39},
-        "tuned_on": "2026-11-21T05:00:00Z",
-        "finalists": [
-            {"policy": {"autocast": "fp16"}},
-            lost({"autocast": "bf16"}, "behind fp16 by 20.0%"),
-            lost({"autocast": "bf16", "fused_optimizer": True}, "behind fp16 by 20.0%"),
-            lost({}, "fp16 is better"),
-        ],
-    }
-    policy = Policy(autocast="fp16", cuda_graphs=True, cudnn_benchmark=True)
-    said = explain(PolicyFile(policy=policy, evidence=evidence, valid_for={"torch": "2.11"}))
-    assert "Why not bf16; bf16, fused optimizer: behind fp16 by 20.0%." in said
-    assert "Why not stock PyTorch: fp16 is better." in said
-    risks = [sentence for sentence in said if sentence.startswith("Risk: ")]
-    assert [risk.split()[1] for risk in risks] == ["fp16", "cuDNN", "A", "the"]
-    assert "39% of its limits" in risks[-1]
-    assert said[-1].endswith("batch size. Tuned on 2026-11-21.")
-
-
 def test_a_policy_that_was_not_judged_is_provisional_for_that_reason() -> None:
     evidence: Any = {
         "provisional": True,
@@ -182,6 +88,18 @@ def test_a_policy_that_was_not_judged_is_provisional_for_that_reason() -> None:
     }
     text = "\n".join(explain(PolicyFile(policy=STOCK, evidence=evidence)))
     assert "Provisional: the numerics gate did not judge it.\nwhy." in text
+
+
+def test_what_the_recorded_page_does_not_show_is_explained_too() -> None:
+    static = Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True))
+    assert "loss_scale: stays at 128." in explain(PolicyFile(policy=static))
+    losers = [{"policy": {"autocast": name}, "lost": "behind by 20.0%"} for name in ("fp16", "off")]
+    evidence: Any = {"finalists": losers, "tuned_on": "2026-11-21T05:00:00Z"}
+    said = explain(PolicyFile(policy=amp_recipe("bf16"), evidence=evidence, valid_for={"torch": "2.11"}))
+    assert "Why not fp16; stock PyTorch: behind by 20.0%." in said
+    assert said[-1].endswith("batch size. Tuned on 2026-11-21.")
+    kept = "\n".join(explain(tuned_for_memory(gain=1.0)))
+    assert "no policy was shown to use less memory at 0.9 times the baseline's throughput." in kept
 
 
 def tuned_for_memory(**more: Any) -> PolicyFile:
@@ -208,15 +126,6 @@ def tuned_for_memory(**more: Any) -> PolicyFile:
 
 def point(policy: Policy, speed: float, mib: float, *, judged: bool = False) -> dict[str, Any]:
     return ParetoPoint(policy=policy, samples_per_s=speed, peak_memory_mib=mib, judged=judged).as_dict()
-
-
-def test_what_was_tuned_for_memory_is_told_in_memory() -> None:
-    text = "\n".join(explain(tuned_for_memory()))
-    assert "Its peak memory is 0.61 times that of the baseline." in text
-    assert "Its speed is 0.95 times that of the baseline." in text
-    assert "autocast makes its peak memory 0.61 times, and its speed 0.9 times that without." in text
-    kept = "\n".join(explain(tuned_for_memory(gain=1.0)))
-    assert "no policy was shown to use less memory at 0.9 times the baseline's throughput." in kept
 
 
 def test_another_objective_is_answered_from_the_file_with_what_it_costs() -> None:
@@ -308,12 +217,6 @@ def test_parity_is_told_by_what_is_known_of_it() -> None:
     both = _parity_in_words({"loss_deviation": 0.01, "share_of_allowed": 0.24})
     assert both.startswith("losses of the first steps within 0.01")
     assert both.endswith("24% is used")
-
-
-def test_an_opt_level_of_apex_is_a_policy_that_is_valid_everywhere() -> None:
-    assert check_file("apex:O2") == ("policy", ())
-    with pytest.raises(FileFormatError, match="is no opt level of Apex"):
-        check_file("apex:O5")
 
 
 def test_a_finding_about_the_model_itself_says_so() -> None:

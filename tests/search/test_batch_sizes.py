@@ -1,4 +1,4 @@
-"""Searching the batch size, on a machine whose memory is known; and telling what a larger one would give."""
+"""Searching the batch size, on a machine whose memory is known; and telling of memory that is free for one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from measurements import took
 from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
 from amptune.errors import SpaceError
-from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
-from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.pipeline import tune_with
-from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.global_batch import GlobalBatch
 
@@ -180,74 +177,35 @@ def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_pat
     assert decision.policy.batch_size == OWN
 
 
-class Sized:
-    """Answers by batch size alone."""
-
-    def __init__(self, samples_per_s: Callable[[int], float], largest: int) -> None:
-        self._samples_per_s = samples_per_s
-        self._largest = largest
-        self.sizes: list[int] = []
-
-    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:  # noqa: ARG002
-        assert policy.batch_size is not None
-        self.sizes.append(policy.batch_size)
-        if policy.batch_size > self._largest:
-            return Failure(kind="oom", message="CUDA out of memory")
-        ms = 1000 * policy.batch_size / self._samples_per_s(policy.batch_size)
-        return took(ms, FIXED_MIB + SAMPLE_MIB * policy.batch_size, samples_per_step=policy.batch_size)
+def lighter_by(mib: float) -> Callable[[Policy], float]:
+    return lambda policy: 5000.0 - (0.0 if policy.autocast == "off" else mib)
 
 
-@pytest.fixture(scope="module")
-def decision(tmp_path_factory: pytest.TempPathFactory) -> Decision:
-    return tuned(tmp_path_factory.mktemp("study"), budget_s=120)[0]
+@pytest.mark.parametrize(
+    ("freed_mib", "wanted", "told"),
+    [
+        (2000.0, {}, "the policy frees 2,000 of 5,000 MiB"),
+        (20.0, {}, None),  # no more than two runs may differ by
+        (-500.0, {}, None),
+        (2000.0, {"pins": {"autocast": "off"}}, None),
+        (2000.0, {"global_batch": GlobalBatch(samples=128)}, None),
+        (2000.0, {"baseline": Policy(batch_size=256)}, None),
+    ],
+)
+def test_memory_that_a_policy_frees_is_told_beside_it(
+    tmp_path: Path, freed_mib: float, wanted: dict[str, Any], told: str | None
+) -> None:
+    decision, _ = tuned(tmp_path, budget_s=60, peak_mib=lighter_by(freed_mib), **wanted)
+    found = [finding for finding in decision.findings if finding.code == "memory-freed"]
+    assert [finding.message.split(":")[0] for finding in found] == ([] if told is None else [told])
+    assert [finding.figures for finding in found] == [{"freed_mib": 2000.0, "peak_memory_mib": 3000.0}][: len(found)]
+    codes = [finding["code"] for finding in decision.policy_file.evidence["findings"]]
+    assert codes.count("memory-freed") == len(found)
 
 
-def test_what_a_larger_batch_would_give_is_told(decision: Decision) -> None:
-    runner = Sized(lambda n: 1000 * n / (n + 500), LARGEST)
-    finding = larger_batch(runner, decision, Budget(seconds=60))
-    assert finding is not None
-    assert runner.sizes[0] == OWN
-    assert finding.figures["batch_size"] > 4 * OWN
-    assert finding.figures["gain"] > 2
-    assert "--batch-size auto" in finding.message
-    before_mib, after_mib = decision.baseline.peak_memory_mib, FIXED_MIB + SAMPLE_MIB * OWN
-    assert before_mib is not None
-    assert finding.figures["freed_mib"] == before_mib - after_mib
-    assert finding.message.startswith("the policy frees") == (before_mib > after_mib)
-
-
-def test_memory_that_the_policy_frees_is_told_with_the_larger_batch(decision: Decision) -> None:
-    runner = Sized(lambda n: 1000 * n / (n + 500), LARGEST)
-    verdict = decision.verdict
-    heavy = replace(verdict, baseline=replace(verdict.baseline, peak_memory_mib=FIXED_MIB + SAMPLE_MIB * OWN + 4200))
-    finding = larger_batch(runner, replace(decision, verdict=heavy), Budget(seconds=60))
-    assert finding is not None
-    assert "the policy frees 4,200 of" in finding.message
-
-
-def test_no_larger_batch_is_told_than_would_be_searched(decision: Decision) -> None:
-    """On a CPU, `--batch-size auto` goes up to 16 times the own."""
-    runner = Sized(lambda n: n, 100 * OWN)
-    here = replace(decision, hardware=replace(decision.hardware, device="cpu"))
-    finding = larger_batch(runner, here, Budget(seconds=10))
-    assert finding is not None
-    assert finding.figures["batch_size"] == max(runner.sizes) == 16 * OWN
-
-
-def test_a_larger_batch_that_gives_nothing_is_not_told(decision: Decision) -> None:
-    runner = Sized(lambda _: 1000.0, LARGEST)
-    assert larger_batch(runner, decision, Budget(seconds=60)) is None
-    assert runner.sizes == [OWN, 2 * OWN]
-
-
-def test_a_larger_batch_is_not_looked_for_if_its_graph_would_come_too_late(decision: Decision) -> None:
-    runner = Sized(lambda _: 1000.0, LARGEST)
-    slow = replace(decision.policy_file, policy=decision.policy.compiled("max-autotune"))
-    assert larger_batch(runner, replace(decision, policy_file=slow), Budget(seconds=60)) is None
-    assert runner.sizes == []
-
-
-def test_a_larger_batch_is_not_looked_for_without_time(decision: Decision) -> None:
-    runner = Sized(lambda _: 1000.0, LARGEST)
-    assert larger_batch(runner, decision, Budget(seconds=0.5)) is None
-    assert runner.sizes == []
+def test_memory_is_no_reason_to_keep_what_one_has(tmp_path: Path) -> None:
+    evaluator = Ticking("resnet50", noise=0.002, true_ms=lambda policy: 10.0 if policy == Policy() else 20.0)
+    evaluator.peak_mib = lambda policy: 5000.0 if policy == Policy() else 1000.0
+    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock, trials=6), lambda _: None)
+    assert decision.verdict.keeps_the_baseline
+    assert "memory-freed" not in {finding.code for finding in decision.findings}

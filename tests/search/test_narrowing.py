@@ -241,17 +241,6 @@ def test_time_is_kept_for_judging_a_leader() -> None:
     assert 60.0 - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= 60.0
 
 
-def test_what_the_first_turn_reserves_is_not_taken_from_the_other_turns_of_its_round() -> None:
-    """The time for a look at larger batches is kept as soon as one policy had its turn; the baseline's comes first."""
-    bench = Bench(seconds=3.9 * BLOCK_S, start_s=1000.0)
-    bench.narrowing.running = dict.fromkeys((STOCK, BF16), "search")
-    bench.narrowing.reserve_s = lambda: 2.0 * BLOCK_S if bench.narrowing.has_turns else 0.0
-    bench.narrowing.cost_s = lambda _: BLOCK_S
-    bench.tried(STOCK, BF16)
-    bench.until_known()
-    assert {STOCK, BF16} <= set(bench.machine.measured)
-
-
 def test_launches_that_take_longer_than_was_thought_are_reckoned_with() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=100.0, start_s=0.0, kind=SlowToStart)
     bench.tried(STOCK, BF16)

@@ -62,21 +62,6 @@ def test_a_file_that_does_not_exist_is_named_with_where_it_was_looked_for() -> N
         parse_target("nowhere.py:workload")
 
 
-def test_a_name_that_does_not_exist_is_answered_with_the_closest(script: Path) -> None:
-    with pytest.raises(TargetError, match="has no redy; did you mean ready"):
-        load_workload(parse_target(f"{script}:redy"))
-
-
-def test_a_name_far_from_all_is_answered_with_the_workloads_there_are(script: Path) -> None:
-    with pytest.raises(TargetError, match="has no workload; it has the workloads ready"):
-        load_workload(parse_target(f"{script}:workload"))
-
-
-def test_a_thing_that_is_no_workload_is_said_to_be_what_it_is(script: Path) -> None:
-    with pytest.raises(TargetError, match=r"is of type int, not an amptune.Workload"):
-        load_workload(parse_target(f"{script}:number"))
-
-
 ONE = WORKLOAD.replace("ready = build()\n", "workload = build()\nthe_same = workload\n")
 
 
@@ -94,34 +79,31 @@ def test_a_file_stands_for_its_one_workload(tmp_path: Path, source: str, name: s
     assert load_workload(parse_target(str(tmp_path / "one.py"))).name == name
 
 
-def test_a_file_with_several_workloads_asks_which_and_one_without_says_what_to_write(tmp_path: Path) -> None:
-    (tmp_path / "several.py").write_text(f"{WORKLOAD}\nother = build()\n")
-    with pytest.raises(TargetError, match=r"has the workloads ready, other: say which, as in several.py:ready"):
-        load_workload(parse_target(str(tmp_path / "several.py")))
-    (tmp_path / "without.py").write_text("x = 1\n")
-    with pytest.raises(TargetError, match=r"has no workload: write one line, workload = amptune.Workload.from_loop"):
-        load_workload(parse_target(str(tmp_path / "without.py")))
-
-
-def test_a_function_that_raises_is_the_users_error_with_its_place(script: Path) -> None:
-    with pytest.raises(UserCodeError, match=r"RuntimeError: no luck \(.*train.py:12\)") as caught:
-        load_workload(parse_target(f"{script}:boom"))
-    assert caught.value.kind == "RuntimeError"
-    assert caught.value.where == f"{script}:12"
-
-
-def test_an_error_without_a_message_is_told_by_its_kind_alone(tmp_path: Path) -> None:
-    path = tmp_path / "spent.py"
-    path.write_text("next(iter(()))\n")
-    with pytest.raises(UserCodeError, match=r"importing spent.py raised StopIteration \(.*spent.py:1\)"):
-        load_workload(parse_target(f"{path}:workload"))
-
-
-def test_a_script_that_raises_while_imported_is_the_users_error(tmp_path: Path) -> None:
-    path = tmp_path / "broken.py"
-    path.write_text("import torch\n1 / 0\n")
-    with pytest.raises(UserCodeError, match=r"importing broken.py raised ZeroDivisionError: .*broken.py:2"):
-        load_workload(parse_target(f"{path}:workload"))
+@pytest.mark.parametrize(
+    ("source", "name", "error", "said"),
+    [
+        (WORKLOAD, ":redy", TargetError, "has no redy; did you mean ready"),
+        (WORKLOAD, ":workload", TargetError, "has no workload; it has the workloads ready"),
+        (WORKLOAD, ":number", TargetError, r"is of type int, not an amptune.Workload"),
+        (f"{WORKLOAD}\nother = build()\n", "", TargetError, "the workloads ready, other: say which, as in .*:ready"),
+        ("x = 1\n", "", TargetError, "has no workload: write one line, workload = amptune.Workload.from_loop"),
+        (WORKLOAD, ":boom", UserCodeError, r"RuntimeError: no luck \(.*script.py:12\)"),
+        ("next(iter(()))\n", ":x", UserCodeError, r"importing script.py raised StopIteration \(.*script.py:1\)"),
+        ("import os\n1 / 0\n", ":x", UserCodeError, r"importing script.py raised ZeroDivisionError: .*script.py:2"),
+        (
+            "import surely_not_installed\n",
+            ":x",
+            UserCodeError,
+            f"install it for {sys.executable}, or run amptune in the folder that holds it, not in {Path.cwd()}",
+        ),
+    ],
+)
+def test_a_target_that_leads_to_no_workload_is_the_users_error_with_its_place(
+    tmp_path: Path, source: str, name: str, error: type[Exception], said: str
+) -> None:
+    (tmp_path / "script.py").write_text(source)
+    with pytest.raises(error, match=said):
+        load_workload(parse_target(f"{tmp_path / 'script.py'}{name}"))
 
 
 ARGUMENTS = """
@@ -173,14 +155,6 @@ def test_a_script_of_a_package_can_import_from_the_working_directory_as_python_m
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     assert load_workload(parse_target("of_a_package/script.py:ready")).name == "ready"
-
-
-def test_a_script_whose_import_is_missing_is_told_where_it_was_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import surely_not_installed\n")
-    with pytest.raises(UserCodeError) as caught:
-        load_workload(parse_target(f"{tmp_path / 'script.py'}:ready"))
-    said = f"install it for {sys.executable}, or run amptune in the folder that holds it, not in {Path.cwd()}"
-    assert str(caught.value).endswith(said)
 
 
 def test_the_digest_of_a_source_changes_with_it(script: Path) -> None:

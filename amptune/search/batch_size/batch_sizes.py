@@ -18,7 +18,7 @@ from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.probing import LargestBatch, Sizer
 from amptune.search.space.global_batch import GlobalBatch, accumulated
 
-__all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "sizer_for"]
+__all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for"]
 
 # A few steps are enough: the optimizer's state exists from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
@@ -76,7 +76,7 @@ def batch_sizes_for(
     left_s: Callable[[], float],
 ) -> BatchSizes:
     """Finds the largest batch under each policy of `arms`, and the sizes between it and the workload's own."""
-    sizer = sizer_for(runner, prepared, whole, left_s=left_s)
+    sizer = _sizer(runner, prepared, whole, left_s=left_s)
     if sizer is None:
         return NO_SIZES
     largest = tuple((policy, sizer.largest(policy)) for policy in arms)
@@ -85,7 +85,7 @@ def batch_sizes_for(
     return BatchSizes(sizes=sizes, largest=largest, model=sizer.model)
 
 
-def sizer_for(
+def _sizer(
     runner: Runner, prepared: Prepared, whole: GlobalBatch | None, *, left_s: Callable[[], float]
 ) -> Sizer | None:
     """Returns an object that finds the largest batch sizes; None if the size of the memory is unknown."""

@@ -108,11 +108,6 @@ class Sizer:
         """Returns True if the policy clearly does not fit at its batch size."""
         return self.model.predicts_oom(policy, policy.batch_size or self.own_batch_size)
 
-    def may_try(self, policy: Policy) -> bool:
-        """Returns True if the policy's batch size is one of those to be tried, and may fit."""
-        size = policy.batch_size or self.own_batch_size
-        return size <= self._sizes.cap and self._sizes.holds(size) and not self.predicts_oom(policy)
-
     def largest(self, policy: Policy) -> LargestBatch:
         """Returns the largest batch of the policy, whatever batch size it has itself."""
         probes: list[Probe] = []

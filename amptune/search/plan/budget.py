@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-__all__ = ["SHORT_S", "Budget", "Clock", "larger_batch_s"]
+__all__ = ["SHORT_S", "Budget", "Clock"]
 
 # Returns seconds since an arbitrary start; they never go backwards.
 Clock = Callable[[], float]
@@ -46,12 +46,3 @@ class Budget:
     def left_to_prepare_s(self) -> float:
         """The time limit for building the workload."""
         return max(SHORTEST_PREPARE_S, self.left_s)
-
-
-# After the decision. Measuring larger batches, where the batch size is the user's own.
-LARGER_BATCH_SHARE, LONGEST_LARGER_BATCH_S = 0.04, 20.0
-
-
-def larger_batch_s(budget: Budget) -> float:
-    """Returns the seconds to reserve for measuring larger batches."""
-    return min(LONGEST_LARGER_BATCH_S, LARGER_BATCH_SHARE * budget.seconds)
