@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,20 @@ def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = [float(step(called, optimizer, batch(seed, size))) for seed, size in enumerate(sizes)]
     return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def require_same_training(
+    make: Callable[[], nn.Module] = Net, step: Step = plain_step, sizes: Sequence[int] = (4,) * 6
+) -> Any:
+    """Trains with and without recording, to the same losses, weights and buffers; gives what was recorded."""
+    plain = built(make)
+    expected, weights = trained(plain, plain, step, [*sizes])
+    model = built(make)
+    called = graphed(model)
+    losses, state = trained(model, called, step, [*sizes])
+    assert losses == expected
+    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    return called
 
 
 def require_same_gradients(make: Callable[[], nn.Module], backward: Callable[[Any, int], None]) -> Any:

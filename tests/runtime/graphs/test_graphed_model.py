@@ -3,13 +3,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from recorded_training import (
@@ -17,6 +15,7 @@ from recorded_training import (
     Net,
     Step,
     accumulated,
+    backward_of_squares,
     batch,
     built,
     forget,
@@ -26,6 +25,7 @@ from recorded_training import (
     in_bf16,
     plain_step,
     require_same_gradients,
+    require_same_training,
     said,
     trained,
     two_views,
@@ -56,14 +56,9 @@ STEPS: list[Step] = [plain_step, in_bf16, accumulated, zeroed_in_place, two_view
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("sizes", [[4] * 5, [4, 4, 3, 4, 4, 3, 4, 3]], ids=["one-size", "last-batches"])
 def test_training_is_bit_for_bit_that_of_the_plain_model(step: Step, sizes: list[int]) -> None:
-    model, plain = built(), built()
-    losses, state = trained(model, graphed(model), step, sizes)
-    expected, weights = trained(plain, plain, step, sizes)
-    assert losses == expected
-    for name, tensor in weights.items():
-        torch.testing.assert_close(state[name], tensor, rtol=0, atol=0, msg=name)
+    called = require_same_training(Net, step, sizes)
     assert not said
-    assert model.unused.weight.grad is None  # it has no part in the loss
+    assert called.unused.weight.grad is None  # it has no part in the loss
 
 
 def test_the_forward_is_run_to_record_it_and_then_now_and_again() -> None:
@@ -112,51 +107,6 @@ def test_evaluation_and_passes_without_gradients_run_by_themselves() -> None:
     assert len(forwards.shapes()) == 3
 
 
-def test_what_was_given_out_stays_as_it_was() -> None:
-    model = built()
-    called = graphed(model)
-    trained(model, called, plain_step, [4, 4])
-    first = called(batch(0))
-    kept = first.detach().clone()
-    first.sum().backward()
-    gradient = model.head.weight.grad
-    values = gradient.clone()
-    model.zero_grad()
-    called(batch(1)).sum().backward()
-    assert torch.equal(first.detach(), kept)
-    assert torch.equal(gradient, values)
-
-
-def _retaining(out: torch.Tensor, _: nn.Module) -> None:
-    loss = out.square().sum()
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _penalty(out: torch.Tensor, model: nn.Module) -> None:
-    gradients = torch.autograd.grad(out.square().sum(), list(model.parameters())[:2], create_graph=True)
-    (out.sum() + sum(one.square().sum() for one in gradients)).backward()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("passes", [3, 4], ids=["compared", "replayed"])
-@pytest.mark.parametrize("backward", [_retaining, _penalty])
-def test_a_backward_pass_that_was_not_recorded_is_the_models_own(
-    backward: Callable[[torch.Tensor, nn.Module], None], passes: int
-) -> None:
-    gradients = []
-    for wrap in (graphed, lambda model: model):
-        model = built()
-        called = wrap(model)
-        trained(model, called, plain_step, [4] * passes)
-        backward(called(batch(0)), model)
-        gradients.append([one.grad for one in model.parameters() if one.grad is not None])
-        trained(model, called, plain_step, [4])
-    for pair in zip(*gradients, strict=True):
-        torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
-    (finding,) = said
-    assert "goes through a backward pass again (retain_graph or create_graph)" in finding.message
-
-
 @pytest.mark.parametrize("passes", [3, 4], ids=["compared", "replayed"])
 def test_a_second_backward_pass_is_an_error_as_without(passes: int) -> None:
     model = built()
@@ -168,333 +118,24 @@ def test_a_second_backward_pass_is_an_error_as_without(passes: int) -> None:
         loss.backward()
 
 
-class TwoHeads(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = self.body(x).flatten(1)
-        return self.head(h), self.other(h), (h - h).sqrt()
-
-
-def test_weights_of_an_output_that_no_loss_uses_get_no_gradient() -> None:
-    model, plain = built(TwoHeads), built(TwoHeads)
-    called = graphed(model)
-    results = [trained(one, other, first_of, [4, 4, 4, 4]) for one, other in ((model, called), (plain, plain))]
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(results[0][1][name], tensor) for name, tensor in results[1][1].items())
-    assert len(called.recordings) == 1
-    assert model.other.weight.grad is None
-    for one in (called, plain):
-        one(batch(0))[1].sum().backward()
-    assert torch.equal(*(one.other.weight.grad for one in (model, plain)))
-    assert "gives outputs that the loss does not always use" in said[0].message
-
-
-def _replaced_head(model: Any) -> None:
-    model.head = nn.Linear(8, 4)
-
-
-def _moved_weight(model: Any) -> None:
-    model.head.weight.data = torch.full((4, 8), 0.5)
-
-
-def _moved_buffer(model: Any) -> None:
-    model.body[1].running_mean = torch.ones(8)
-
-
-def _frozen_statistics(model: Any) -> None:
-    model.body[1].eval()
-
-
-def _frozen_weights(model: Any) -> None:
-    model.body.requires_grad_(False)
-
-
-def _more_modules(model: Any) -> None:
-    model.body.append(nn.Tanh())
-
-
-def _another_setting(model: Any) -> None:
-    model.config.scale = 3.0
-
-
-def _another_entry(model: Any) -> None:
-    model.options["scale"] = 3.0
-
-
-def _transposed(model: Any) -> None:
-    model.square.data = model.square.data.t()
-
-
-def _another_momentum(model: Any) -> None:
-    model.body[1].momentum = 0.5
-
-
-def _hooked_head(model: Any) -> None:
-    model.head.register_forward_hook(lambda _module, _args, out: out * 2)
-
-
-class Config:
-    scale = 1.0
-
-    def __init__(self) -> None:
-        self.scale = 2.0
-
-
-class Configured(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.options = Config(), {"scale": 2.0}
-        self.square = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x) @ self.square * 0.01 * (self.config.scale * self.options["scale"])
-
-
-CHANGES = [
-    _replaced_head,
-    _moved_weight,
-    _moved_buffer,
-    _frozen_statistics,
-    _frozen_weights,
-    _more_modules,
-    _another_momentum,
-    _another_setting,
-    _another_entry,
-    _transposed,
-    _hooked_head,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_was_changed_trains_as_it_is_now(change: Callable[[Any], None]) -> None:
-    results = []
-    for wrap in (graphed, lambda model: model):
-        model = built(Configured)
-        called = wrap(model)
-        trained(model, called, plain_step, [4, 4, 4])
-        torch.manual_seed(1)
-        change(model)
-        results.append(trained(model, called, plain_step, [4, 4, 4]))
-    (losses, state), (expected, weights) = results
-    assert losses == expected
-    assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
-
-
 def test_a_model_that_goes_on_changing_is_not_recorded_for_ever() -> None:
     model = built()
     called = graphed(model)
     for _ in range(MOST_WASTED + 2):
-        _moved_weight(model)
+        model.head.weight.data = torch.full((4, 8), 0.5)
         trained(model, called, plain_step, [4] * (WORTH_IT + 2))
     assert not said
     for _ in range(MOST_WASTED + 2):
-        _moved_weight(model)
+        model.head.weight.data = torch.full((4, 8), 0.5)
         trained(model, called, plain_step, [4, 4])
     assert [finding.code for finding in said] == [NOT_RECORDED]
     assert "meets a changed model again and again (head.weight" in said[0].message
-
-
-class Randomly(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x) * (2 if random.random() < 0.5 else 1)
-
-
-class Counting(Net):
-    seen = 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.seen += 1
-        return super().forward(x)
-
-
-class Logging(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.log.append(x)
-        return super().forward(x)
-
-
-class Rebinding(Net):
-    mean: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x)
-        self.mean = self.mean + out.detach().mean(0)
-        return out
-
-
-class Strange:
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-
-class Wrapping(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x)
-        return out, Strange(out)
-
-
-class Momentum(Net):
-    """Writes to weights, as a momentum encoder does."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        with torch.no_grad():
-            self.unused.weight.mul_(0.9).add_(1)
-        return super().forward(x) * self.unused.weight.mean()
-
-
-class Remembering(Net):
-    """What it keeps is neither a weight nor a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.zeros(4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x)
-        self.mean.mul_(0.9).add_(out.detach().mean(0))
-        return out + self.mean
-
-
-class Hiding(Net):
-    """Its list holds a weight that it does not tell of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = [nn.Parameter(torch.full((4,), 2.0))]
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x) * self.hidden[0]
-
-
-class Elsewhere(Net):
-    """It has its head's weight from a function, beside its modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        weight = self.head.weight
-        self.kept = lambda: weight
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x) @ self.kept()[:, :4]  # type: ignore[no-untyped-call]
-
-
-class Tallying(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tally = {"n": 0}
-        self.losses: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.tally["n"] += 1
-        self.losses.clear()
-        self.losses.append(x.mean())
-        return super().forward(x) / self.tally["n"]
-
-
-class Drawing(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = random.Random(0)
-        self.numpy = np.random.default_rng(0)
-        self.torch = torch.Generator().manual_seed(0)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        drawn = self.random.random() + float(self.numpy.random()) + float(torch.rand((), generator=self.torch))
-        return super().forward(x) * drawn
-
-
-class InPlace(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x.mul_(2))
-
-
-class Aliasing(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x)
-        return out, out[0], x
-
-
-class Sparse(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("adjacent", torch.eye(4).to_sparse())
 
 
 class Hooked(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head.register_forward_hook(partial(print, end="", file=io.StringIO()))
-
-
-class OnGradients(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[no-untyped-call]
-
-
-def dropping() -> nn.Module:
-    """Its numbers are drawn on the device, which is the host here."""
-    return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(192, 4))
-
-
-def first_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    loss = model(x)[0].square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (Randomly, "draws random numbers on the host (random)"),
-        (Counting, "meets a changed model again and again (seen"),
-        (Logging, "meets a changed model again and again (log"),
-        (Rebinding, "meets a changed model again and again (mean"),
-        (Wrapping, "returns a Strange, whose contents are not known"),
-        (Momentum, "writes to its weights or inputs"),
-        (Remembering, "uses a tensor that is none of its inputs, weights and buffers"),
-        (Hiding, "uses a tensor that is none of its inputs, weights and buffers"),
-        (Elsewhere, "has gradients for what is none of the weights that its modules have"),
-        (Tallying, "meets a changed model again and again (tally"),
-        (Drawing, "changes random in each forward pass"),
-        (InPlace, "writes to its weights or inputs"),
-        (Aliasing, "shares memory with another output"),
-        (Sparse, "holds adjacent, which is no plain tensor"),
-        (Hooked, "has a hook on head"),
-        (OnGradients, "has a hook on the gradient of head.weight"),
-        (dropping, "draws random numbers on the host (torch)"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_what_python_does_in_a_forward_pass_is_not_lost(make: Callable[[], nn.Module], reason: str) -> None:
-    step = first_of if make in (Wrapping, Aliasing) else plain_step
-    results = []
-    for wrap in (graphed, lambda model: model):
-        random.seed(0)
-        model = built(make)
-        called = wrap(model)
-        results.append(trained(model, called, step, [4] * 6))
-        if wrap is graphed:
-            with pytest.raises(PolicyApplyError) as error:
-                called.recordings.require_some()
-            assert reason in str(error.value)
-    assert results[0][0] == results[1][0]
-    assert [finding.code for finding in said] == [NOT_RECORDED]
-    assert reason in said[0].message
-    assert "runs as without cuda_graphs" in said[0].message
 
 
 class Broken(nn.Module):
@@ -521,42 +162,31 @@ class Keyed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 2)
+        self.linear = nn.Linear(192, 2)
 
-    def forward(self, *, batch: dict[str, Any], scale: float = 1.0, note: str = "") -> dict[str, Any]:
-        out = self.linear(batch["x"]) * scale
-        return {
-            "out": (out, out.argmax(1)),
-            "loss": out.mean(),
-            "note": note,
-            "mask": ~batch["mask"],
-            "none": None,
-        }
+    def forward(self, *, batch: dict[str, Any], scale: float = 1.0, note: Any = "") -> dict[str, Any]:
+        out = self.linear(batch["x"].flatten(1)) * scale
+        return {"out": (out, out.argmax(1)), "loss": out.mean(), "note": note, "mask": ~batch["mask"], "none": None}
 
 
 def test_structures_go_in_and_come_out() -> None:
-    model, plain = built(Keyed), built(Keyed)
-    called = graphed(model)
-    for seed, scale in enumerate([1.0, 2.0, 2.0, 1.0, 2.0]):
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
-        one, other = (m(batch={"x": x, "mask": x > 0}, scale=scale, note="kept") for m in (called, plain))
-        assert one.keys() == other.keys()
-        assert one["note"] == "kept"
-        assert one["none"] is None
-        assert torch.equal(one["mask"], x <= 0)
-        assert torch.equal(one["out"][1], other["out"][1])
-        assert not one["out"][1].requires_grad
-        one["loss"].backward()
-        other["loss"].backward()
-        assert torch.equal(model.linear.weight.grad, plain.linear.weight.grad)
+    def backward(called: Any, seed: int) -> None:
+        x = batch(seed)
+        found = called(batch={"x": x, "mask": x > 0}, scale=float(1 + seed % 2), note="kept")
+        assert (found.keys(), found["note"], found["none"]) == ({"out", "loss", "note", "mask", "none"}, "kept", None)
+        assert torch.equal(found["mask"], x <= 0)
+        assert torch.equal(found["out"][1], found["out"][0].argmax(1))
+        assert not found["out"][1].requires_grad
+        found["loss"].backward()
+
+    require_same_gradients(Keyed, backward)
     assert not said
 
 
 def test_arguments_that_are_not_known_run_by_themselves() -> None:
-    model = built(Keyed)
-    called = graphed(model)
-    for _ in range(3):
-        called(batch={"x": torch.ones(1, 3), "mask": torch.ones(1) > 0, "other": object()})["loss"].backward()
+    called = graphed(built(Keyed))
+    for seed in range(3):
+        called(batch={"x": batch(seed), "mask": batch(seed) > 0}, note=object())["loss"].backward()
     with pytest.raises(PolicyApplyError, match="never calls the model with tensors on the GPU"):
         called.recordings.require_some()
 
@@ -595,22 +225,15 @@ def test_recording_changes_no_buffer_and_draws_no_random_number() -> None:
 def test_a_policy_wraps_the_model_until_it_is_undone() -> None:
     model = built()
     tuned = apply(Policy(cuda_graphs=True), model)
-    called: nn.Module = tuned.model
+    called: Any = tuned.model
     assert isinstance(called, GraphedModel)
     if not torch.cuda.is_available():
         assert [finding.code for finding in tuned.findings] == ["cuda-graphs-without-effect"]
-    losses, _ = trained(model, tuned.model, plain_step, [4, 4])
+    called.recordings.recorder, called.recordings.device_type = TapeRecorder, "cpu"
+    trained(model, called, plain_step, [4, 4, 4])
+    assert len(called.recordings) == 1
     tuned.undo()
     assert tuned.model is model
-    plain = built()
-    assert losses == trained(plain, plain, plain_step, [4, 4])[0]
-
-
-def test_nothing_is_recorded_any_more_once_the_policy_is_undone() -> None:
-    model = built()
-    called = graphed(model)
-    trained(model, called, plain_step, [4, 4, 4])
-    called.recordings.end()
     forwards.clear()
     trained(model, called, plain_step, [4, 4, 4])
     assert len(forwards.shapes()) == 3
@@ -656,16 +279,9 @@ class Shared(nn.Module):
 
 
 def test_each_weight_has_a_gradient_of_its_own() -> None:
-    states = []
-    for wrap in (graphed, lambda model: model):
-        model = built(Shared)
-        called = wrap(model)
-        for seed in range(4):
-            model.zero_grad()
-            called(batch(seed)).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=False)
-        states.append([model.weight.grad.clone(), model.delta.grad.clone()])
-    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    called = require_same_gradients(Shared, backward_of_squares)
+    called.weight.grad.zero_()
+    assert called.delta.grad.any()
 
 
 class Tied(nn.Module):
@@ -677,11 +293,6 @@ class Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.linear(self.linear(self.linear(x.flatten(1))))
-
-
-def test_casts_are_shared_as_autocast_shares_them() -> None:
-    model, plain = built(Tied), built(Tied)
-    assert trained(model, graphed(model), in_bf16, [4] * 5)[0] == trained(plain, plain, in_bf16, [4] * 5)[0]
 
 
 class TwoUses(nn.Module):
@@ -705,11 +316,11 @@ def without_cache(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.T
     return loss.detach()
 
 
-@pytest.mark.parametrize(("make", "step"), [(TwoUses, in_bf16), (Tied, without_cache), (Net, without_cache)])
+@pytest.mark.parametrize(
+    ("make", "step"), [(Tied, in_bf16), (TwoUses, in_bf16), (Tied, without_cache), (Net, without_cache)]
+)
 def test_gradients_are_summed_in_the_precision_of_the_plain_model(make: Callable[[], nn.Module], step: Step) -> None:
-    model, plain = built(make), built(make)
-    assert trained(model, graphed(model), step, [4] * 5)[0] == trained(plain, plain, step, [4] * 5)[0]
-    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
+    require_same_training(make, step)
     assert not said
 
 
@@ -794,13 +405,9 @@ class Recurrent(nn.Module):
 
 def test_weights_that_modules_list_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # a tape cannot do its LSTM again
-    model, plain = built(Recurrent), built(Recurrent)
-    own = list(model.lstm._flat_weights)
-    assert trained(model, graphed(model), plain_step, [4] * 5)[0] == trained(plain, plain, plain_step, [4] * 5)[0]
+    called = require_same_training(Recurrent)
     assert not said
-    assert all(one is other for one, other in zip(own, model.lstm._flat_weights, strict=True))
-    for weight, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(weight, expected)
+    assert all(one is other for one, other in zip(called.lstm._flat_weights, called.lstm.parameters(), strict=True))
 
 
 def test_what_is_set_on_it_is_set_on_the_model() -> None:
@@ -833,31 +440,6 @@ def test_it_runs_by_itself_where_something_looks_on() -> None:
     assert packed
     assert torch.vmap(called.head)(torch.ones(2, 3, 8)).shape == (2, 3, 4)
     assert not said
-
-
-def test_plain_arguments_of_another_type_are_another_pass() -> None:
-    model, plain = built(Keyed), built(Keyed)
-    called = graphed(model)
-    for scale in (1.0, 1.0, 1.0, True, True, True):
-        x = torch.ones(2, 3)
-        results = [m(batch={"x": x, "mask": x > 0}, scale=scale) for m in (called, plain)]
-        assert torch.equal(results[0]["loss"], results[1]["loss"])
-        results[0]["loss"].backward()
-    assert len(called.recordings) == 2
-
-
-class Popping(Keyed):
-    def forward(self, *, batch: dict[str, Any], scale: float = 1.0, note: str = "") -> dict[str, Any]:
-        return {"loss": self.linear(batch.pop("x")).mean() * scale, "note": note}
-
-
-def test_what_it_is_given_is_changed_as_the_model_changes_it() -> None:
-    called = graphed(built(Popping))
-    for _ in range(4):
-        given = {"x": torch.ones(2, 3)}
-        called(batch=given)["loss"].backward()
-        assert not given
-    assert "changes the lists or dictionaries that it is given" in said[0].message
 
 
 def test_an_exchange_with_other_processes_is_refused_before_it_begins() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
@@ -90,57 +89,6 @@ def test_algorithms_are_chosen_before_anything_is_recorded() -> None:
     losses, _, findings = trained(with_graphs(policy), [8, 8])
     assert not findings
     assert losses[0] == pytest.approx(expected[0], rel=1e-2)  # another algorithm may be chosen
-
-
-def test_dropout_is_another_in_each_replay() -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Linear(4096, 1, bias=False)).cuda()
-    x = torch.ones(1, 4096, device="cuda")
-    with apply(Policy(cuda_graphs=True), model) as tuned:
-        seen = set()
-        for _ in range(9):
-            out = tuned.model(x)
-            out.backward()
-            seen.add(float(out.detach()))
-        called: Any = tuned.model
-        called.recordings.require_some()
-    assert len(seen) == 9
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(256, 32, num_layers=2, batch_first=True)
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.lstm(x.flatten(2))[0][:, -1])
-        return out
-
-
-def test_an_lstm_is_recorded() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return Recurrent().cuda()
-
-    sizes = [8] * 6
-    policy = Policy(autocast="bf16")
-    expected, weights, _ = trained(policy, sizes, make)
-    losses, state, findings = trained(with_graphs(policy), sizes, make)
-    assert not findings
-    assert losses == pytest.approx(expected, rel=1e-4)
-    for name, tensor in weights.items():
-        torch.testing.assert_close(state[name], tensor, rtol=1e-3, atol=1e-4)
-
-
-def test_batches_are_pinned_by_another_thread_meanwhile() -> None:
-    data = TensorDataset(torch.randn(64, 3, 16, 16))
-    model = net()
-    with apply(Policy(cuda_graphs=True), model) as tuned:
-        for (x,) in DataLoader(data, batch_size=4, pin_memory=True, num_workers=2):
-            tuned.model(x.cuda(non_blocking=True)).sum().backward()
-        assert not tuned.findings
-        called: Any = tuned.model
-        called.recordings.require_some()
 
 
 class Waiting(nn.Module):

@@ -19,7 +19,6 @@ from amptune.measure.bench.step import Stepper
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
 from amptune.runtime.graphs.dispatch import MOST_WASTED
-from amptune.runtime.graphs.recorded_step import RecordedStep
 from amptune.runtime.training_step import RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
@@ -172,27 +171,21 @@ def test_a_loaded_checkpoint_is_trained_on() -> None:
     assert recorded.updates > 8
 
 
-def test_gradients_of_the_loops_own_are_added() -> None:
+def test_gradients_of_the_loops_own_are_added_and_hooks_on_weights_called() -> None:
     recorded, plain = both(STEP, SGD)
 
     def more(training: Training) -> None:
         (training.model.head.weight.square().sum() / 8).backward()
 
+    def double(weight: Any) -> None:
+        weight.grad.mul_(2.0)
+
     for training in (recorded, plain):
         training.go([4] * 8, ignoring(partial(more, training)))
-    recorded.require_same(plain)
     assert recorded.updates == 0
-
-
-def _doubled(weight: Any) -> None:
-    weight.grad.mul_(2.0)
-
-
-def test_hooks_on_weights_are_called() -> None:
-    recorded, plain = both(STEP, SGD)
     for training in (recorded, plain):
-        training.go([4] * 6)
-        training.model.head.weight.register_post_accumulate_grad_hook(_doubled)
+        training.go([4] * 4)
+        training.model.head.weight.register_post_accumulate_grad_hook(double)
         training.go([4] * 6)
     recorded.require_same(plain)
 
@@ -352,39 +345,6 @@ def test_steps_of_a_workload_are_recorded() -> None:
     assert step._train.updates > 0
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.relu(self.linear(x))
-
-
-class Blocks(recorded_training.Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block(), Block())
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.blocks(super().forward(x))
-
-
-def test_compiled_blocks_are_a_part_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And PyTorch's warning of what its compiler does, here an error, is none of the user's."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # without CUDA it raises
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    torch.compiler.reset()
-    recorded, plain = (
-        Training(policy, model=Blocks) for policy in (Policy(compile="blocks", cuda_graphs="step"), Policy())
-    )
-    for training in (recorded, plain):
-        training.go([4] * 10)
-    torch.compiler.reset()
-    recorded.require_same(plain)
-    assert recorded.updates > 3
-
-
 class Deep(recorded_training.Net):
     """What it depends on lies deeper than is looked at before each replay."""
 
@@ -469,16 +429,7 @@ def test_undo_ends_all_steps_that_were_made() -> None:
     updates = training.updates
     assert updates > 0
     training.tuned.undo()
-    training.go([6] * 3)
-    assert (training.updates, training.train.recordings.calls) == (updates, 0)
-
-
-def test_undo_ends_it() -> None:
-    training = Training(STEP)
-    training.go([4] * 6)
-    training.tuned.undo()
     recorded_training.forwards.clear()
-    training.go([4] * 2)
-    assert len(recorded_training.forwards.shapes()) == 2
-    assert isinstance(training.train, RecordedStep)
-    assert len(training.train.recordings) == 0
+    training.go([6] * 3)
+    assert len(recorded_training.forwards.shapes()) == 3
+    assert (training.updates, training.train.recordings.calls, len(training.train.recordings)) == (updates, 0, 0)

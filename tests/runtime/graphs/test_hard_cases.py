@@ -1,0 +1,153 @@
+"""Hard cases for recorded passes: each does what it tells of itself, on a tape or, on a GPU, by the program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hard_cases import CASES
+from hard_cases.case import Case, Net, Training, Why
+from hard_cases.trial import (
+    BY_ITSELF,
+    ENDED,
+    NOISY,
+    PLAIN_FAILS,
+    RAISED,
+    SAME,
+    WRONG,
+    Outcome,
+    is_expected,
+    judged,
+    row_of,
+    trained,
+)
+from taped import TapeRecorder
+
+from amptune.policy.findings import Finding
+from amptune.runtime.graphs.graphed_model import GraphedModel
+
+CPU = torch.device("cpu")
+ON_TAPE = [name for name, case in CASES.items() if not (case.gpu or case.package or case.on_cpu is None)]
+
+
+def on_tape(model: torch.nn.Module, say: object) -> GraphedModel:
+    return GraphedModel(model, say, recorder=TapeRecorder, device_type="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ON_TAPE)
+def test_a_case_is_the_same_or_says_why_not(name: str) -> None:
+    row = row_of(CASES[name], CPU, on_tape) | {"device": "cpu"}
+    assert is_expected(row, CASES[name]), row
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cases_do_the_same_on_a_gpu(tmp_path: Path) -> None:
+    program = Path(__file__).parents[3] / "reports" / "graph_cases.py"
+    command = [sys.executable, str(program), "--jobs", "8", "--out", str(tmp_path / "cases.jsonl")]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "not expected" not in said, said
+
+
+# --- the judge of the cases ----------------------------------------------------------------------------------------
+
+
+def is_graphed(t: Training) -> bool:
+    return t.called is not t.model
+
+
+def differs(t: Training) -> torch.Tensor:
+    return t.plain() + is_graphed(t)
+
+
+def raises(t: Training) -> torch.Tensor:
+    if is_graphed(t):
+        raise ValueError("no")
+    return t.plain()
+
+
+def raises_plainly(_: Training) -> torch.Tensor:
+    raise ValueError("no")
+
+
+class NeverTwiceTheSame:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, t: Training) -> torch.Tensor:
+        self.calls += 1
+        return t.plain() + self.calls
+
+
+@pytest.mark.parametrize(
+    ("step", "verdict"),
+    [
+        (Training.plain, SAME),
+        (differs, WRONG),
+        (raises, RAISED),
+        (raises_plainly, PLAIN_FAILS),
+        (NeverTwiceTheSame(), NOISY),
+    ],
+)
+def test_training_by_a_recording_is_held_against_plain_training(step: object, verdict: str) -> None:
+    case = Case(name="a", kind="b", model=Net, step=step, steps=4)  # type: ignore[arg-type]
+    row = row_of(case, CPU, on_tape)
+    assert row["verdict"] == verdict
+    assert is_expected(row, case) is (verdict == SAME)
+
+
+def outcome(*values: float, said_at: int | None = None, made: int = 1) -> Outcome:
+    said = Finding(code="c", message="m")
+    tensors = [torch.tensor(one, dtype=torch.float64) for one in values]
+    return Outcome(
+        values=tensors,
+        weights=[[one] for one in tensors],
+        buffers=[[] for _ in tensors],
+        findings=[] if said_at is None else [(said_at, said)],
+        made=made,
+    )
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("plain", "graphed", "verdict"),
+    [
+        (outcome(1, 2, 3), outcome(1, 2, 3), SAME),
+        (outcome(1, 2, 3), outcome(1, 2, 3, made=0), BY_ITSELF),
+        (outcome(1, 2, 3), outcome(1, 2, 3, said_at=1), BY_ITSELF),
+        (outcome(1, 2, 3), outcome(1, 2, 4), WRONG),
+        (outcome(1, 2, 3), outcome(1, 2, 4, said_at=2), ENDED),
+        (outcome(1, 2, 3), outcome(1, 2, 4, said_at=1), WRONG),
+        (outcome(1, 2, 3), outcome(1, 2, NAN), WRONG),
+        (outcome(1, NAN, INF), outcome(1, NAN, INF), SAME),
+        (outcome(1, NAN, INF), outcome(1, NAN, -INF), WRONG),
+        (outcome(1), replace(outcome(1), error="ValueError: no"), RAISED),
+    ],
+)
+def test_a_difference_is_wrong_if_nothing_was_said_after_it_began(
+    plain: Outcome, graphed: Outcome, verdict: str
+) -> None:
+    assert judged(plain, graphed, 1e-3)[0] == verdict
+
+
+CHANGING = ["deterministic_turned_on", "anomalies_detected", "global_forward_hook_comes_and_goes"]
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_a_case_changes_in_the_process_is_put_back(name: str) -> None:
+    trained(replace(CASES[name], steps=9), CPU, None)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_anomaly_enabled()
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_each_reason_is_met_by_a_case() -> None:
+    met = {case.why for case in CASES.values()}
+    assert {why for name, why in vars(Why).items() if name.isupper()} <= met
