@@ -13,7 +13,7 @@ import pytest
 from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity, Stream
 from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
-from amptune.search.space.exclusions import Price, ladder_by_time, savings_in_order
+from amptune.search.space.exclusions import ladder_by_time, savings_in_order
 from amptune.search.space.module_rules import covered_by
 
 
@@ -82,12 +82,6 @@ def test_what_is_faster_in_fp32_with_its_casts_is_kept_there(
     modules: Sequence[ModuleSensitivity], cast_ms: float, kept: list[tuple[str, ...]]
 ) -> None:
     assert savings_in_order(sensed(*modules, cast_ms_per_mib=cast_ms), "bf16") == kept
-
-
-def test_what_passes_on_what_it_is_given_runs_in_fp32_behind_a_module_that_is_kept_there() -> None:
-    """A ReLU behind an FP32 convolution works on twice the bytes."""
-    modules = (module("conv", 0.9, 1.0), module("relu", 0.8, 0.4, "follows", after="conv"))
-    assert Price(sensed(*modules), "bf16").saved(["conv"]) == pytest.approx(1.0 + 0.4 - 0.9 - 0.8)
 
 
 def test_vgg_on_an_h200_keeps_the_pooling_that_bf16_makes_forty_times_slower_and_the_first_classifier() -> None:

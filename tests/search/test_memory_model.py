@@ -58,13 +58,6 @@ def recorded_policy(row: dict[str, Any]) -> Policy:
     )
 
 
-def test_both_half_types_are_one_arm_and_ieee_math_is_another() -> None:
-    assert memory_of(amp_recipe("bf16")) == memory_of(amp_recipe("fp16")) != memory_of(STOCK)
-    assert memory_of(STOCK) == memory_of(Policy(fp32_math="tf32")) != memory_of(Policy(fp32_math="ieee"))
-    assert memory_of(Policy(cudnn_benchmark=True)) != memory_of(STOCK)
-    assert memory_of(Policy(batch_size=8, fused_optimizer=True)) == memory_of(STOCK)
-
-
 def test_peaks_recorded_on_an_h200_agree_within_an_arm() -> None:
     """Within 4 %, but for SE-ResNeXt50, where cudnn.benchmark finds a large workspace in fp16 and none in bf16."""
     peaks = defaultdict(list)

@@ -90,24 +90,6 @@ def test_the_interval_holds_the_truth_too_if_only_one_of_the_two_waits_for_the_h
     assert 0.92 <= held / 300 <= 0.99
 
 
-def test_a_later_sitting_adds_more_to_two_policies_of_which_one_waits_for_the_host_than_to_two_that_both_do() -> None:
-    """For what their steps differ: what a busy host does to both alike cancels."""
-    found = estimated([row(STOCK, 10.0), row(BF16, 9.0, spread=0.1), row(FP16, 9.0, spread=0.1)])
-    stock, bf16, fp16 = map(found.policies.index, (STOCK, BF16, FP16))
-    both, one = found.next_variance(bf16, fp16) / 2, found.next_variance(bf16, stock)
-    assert one > 1.2 * both
-
-
-@BOTH
-def test_no_number_of_blocks_makes_the_interval_narrower_than_what_a_later_sitting_adds(machine: Machine) -> None:
-    table = Drawn(machine, {STOCK: 10.0, BF16: 9.0}, SPREADS[machine.device])
-    table.rounds(40)
-    found = estimated(table.rows, machine)
-    ratio, (p, b) = found.between(BF16, STOCK), map(found.policies.index, (BF16, STOCK))
-    assert ratio is not None
-    assert ratio.deviation >= math.sqrt(found.next_variance(p, b)) > 0.5 * SPREADS[machine.device]
-
-
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),

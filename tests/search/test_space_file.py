@@ -19,7 +19,7 @@ from amptune.hardware.generations import GENERATIONS, generation_of
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
 from amptune.policy.settings import STOCK
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import SAVING_MEMORY, SEARCHED, Point, Space, points, without_knob
+from amptune.search.space.knobs import SAVING_MEMORY, Point, Space, points, without_knob
 from amptune.search.space.space_file import load_space, space_for, space_names, space_schema, spaces_folder
 
 NAMES = (
@@ -347,16 +347,3 @@ def test_every_space_follows_the_schema_that_is_printed(name: str) -> None:
     jsonschema.validate(content, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**content, "forbids": []}, schema)
-
-
-def test_every_knob_has_values_or_takes_any_number() -> None:
-    assert {name for name, knob in SEARCHED.items() if not knob.values} >= {"batch_size", "fp32_exclusions"}
-
-
-def test_the_spaces_are_found_inside_a_wheel_and_beside_a_checkout(tmp_path: Path) -> None:
-    package, beside = tmp_path / "amptune", tmp_path / "search_spaces"
-    package.mkdir()
-    beside.mkdir()
-    assert spaces_folder(package) == beside
-    (package / "search_spaces").mkdir()
-    assert spaces_folder(package) == package / "search_spaces"

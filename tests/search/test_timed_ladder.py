@@ -11,16 +11,14 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_exclusion_savings import recorded
 from test_groundwork import Faulty
-from test_pipeline import request_in, tuned_on
+from test_pipeline import tuned_on
 
 from amptune.errors import StudyError
 from amptune.measure.results.half_effects import Half, Sensitivity
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, HalfRule, Policy, amp_recipe
-from amptune.search.events import Event
 from amptune.search.groundwork import FILE, Modules
-from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.sampler.study import open_study
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.exclusions import Ladder
@@ -129,23 +127,6 @@ def test_a_dtype_that_was_left_out_last_time_may_come_back(tmp_path: Path) -> No
     assert first.policy.autocast != "fp16"
     assert len(second.trials) > len(first.trials)
     assert second.policy.autocast == "fp16"
-
-
-def test_interrupted_while_judging_a_study_that_has_trials_gives_the_best_of_them(tmp_path: Path) -> None:
-    tuned_on(RecordedEvaluator("resnet50"), tmp_path)
-
-    class Interrupted(RecordedEvaluator):
-        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Failure:  # noqa: ARG002
-            raise KeyboardInterrupt
-
-    evaluator = Interrupted("resnet50")
-    with pytest.raises(TuningInterrupted) as caught:
-        tune_with(evaluator, request_in(tmp_path, evaluator.clock), list[Event]().append)
-    decision = caught.value.decision
-    assert decision is not None
-    assert decision.provisional
-    assert decision.speedup.value > 1.5
-    assert "not-judged" in {finding.code for finding in decision.findings}
 
 
 # --- half --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tables import BF16, BF16_LAST, FP16, Drawn, block, decided, equals, in_turn
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
-from amptune.search.table.objective import NEGLIGIBLE, Objective, objective_of
+from amptune.search.table.objective import NEGLIGIBLE, THROUGHPUT, Objective, objective_of
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, departure_count, verdict_of
@@ -47,13 +47,6 @@ def lost(verdict: Verdict, policy: Policy) -> str:
     contender = verdict.contender_of(policy)
     assert contender is not None
     return contender.lost
-
-
-def loops(columns: Mapping[Policy, Sequence[float]], **more: Any) -> list[Row]:
-    return in_turn(
-        {policy: [block(ms, in_loop=True, **more) for ms in times] for policy, times in columns.items()},
-        start_s=100.0,
-    )
 
 
 # --- who wins ---------------------------------------------------------------------------------------------------------
@@ -391,71 +384,76 @@ def test_each_fp32_rule_counts_as_a_departure_and_the_users_batch_size_does_not(
 # --- what training pays -----------------------------------------------------------------------------------------------
 
 
+def loops(columns: Mapping[Policy, Sequence[float]], **more: Any) -> list[Row]:
+    return in_turn(
+        {policy: [block(ms, in_loop=True, **more) for ms in times] for policy, times in columns.items()},
+        start_s=100.0,
+    )
+
+
 def timed(policy: Policy, step_ms: Sequence[float], **more: Any) -> Row:
-    launch, moment_s = more.pop("launch", "0"), more.pop("moment_s", 0.0)
-    outcome = replace(took(), step_ms=tuple(step_ms), **more)
-    return Row(policy=policy, outcome=outcome, run="run", launch=launch, moment_s=moment_s)
+    return row(policy, replace(took(), step_ms=tuple(step_ms), **more))
 
 
-def test_a_policy_that_still_compiles_cannot_win_until_it_settles_in_a_later_block() -> None:
-    rows = [row(STOCK, 40.0), timed(BF16, [18.0] * 9, settled=False), row(FP16, 30.0)]
-    verdict = decided(rows, GPU)
-    assert verdict.winner.policy == FP16
-    assert "compiled or recorded anew" in lost(verdict, BF16)
-    assert decided([*rows, row(BF16, 20.0, launch="1")], GPU).winner.policy == BF16
+GRAPH, OTHER_GRAPH = BF16.compiled("reduce-overhead"), BF16.compiled("default")
+# As a model that stops at an exit chosen by data: 37 ms on batches that come again, 263 on new ones.
+TRIALS = [row(STOCK, 58.0), row(GRAPH, 37.0), row(BF16, 39.0)]
+CONTRADICTED = [*TRIALS, timed(GRAPH, [263.0] * 9, settled=False, in_loop=True)]
+# The loop waits for its data, so it cannot tell: a second process speaks of a policy without graphs.
+UNTOLD = [
+    *in_turn({STOCK: [10.0], GRAPH: [5.0], FP16: [6.0]}),
+    *loops({STOCK: [10.0], GRAPH: [90.0]}, wait_share=0.5, settled=False),
+]
+COMPILING = [row(STOCK, 40.0), timed(BF16, [18.0] * 9, settled=False), row(FP16, 30.0)]
+EVEN = [*in_turn({STOCK: [10.0] * 4, BF16: [5.0] * 4, FP16: [4.998] * 4}), *loops({STOCK: [10.0] * 2})]
+NOW_AND_THEN = [18.6] * 19 + [400.0]
+SMALLER = [row(STOCK, took(10.0, 1000.0)), row(BF16, took(7.0, 900.0)), row(FP16, took(6.0, 400.0))]
+SLOWER = [row(STOCK, took(10.0, 1000.0, in_loop=True)), row(BF16, took(17.0, 900.0, in_loop=True))]
 
 
-def test_once_the_loop_contradicts_a_trial_only_what_the_loop_has_timed_can_win() -> None:
-    """As a model that stops at an exit chosen by data: 37 ms on batches that come again, 263 on new ones."""
-    compiled = BF16.compiled("reduce-overhead")
-    trials = [row(STOCK, 58.0), row(compiled, 37.0), row(BF16, 39.0)]
-    assert decided(trials, GPU).winner.policy == compiled
-    rows = [*trials, timed(compiled, [263.0] * 9, settled=False, in_loop=True)]
-    verdict = decided(rows, GPU)
-    assert verdict.keeps_the_baseline
-    assert "compiled or recorded anew" in lost(verdict, compiled)
+@pytest.mark.parametrize(
+    ("rows", "objective", "winner"),
+    [
+        (TRIALS, THROUGHPUT, GRAPH),
+        (CONTRADICTED, THROUGHPUT, STOCK),
+        ([*CONTRADICTED, *loops({STOCK: [40.0] * 2, BF16: [30.0] * 2})], THROUGHPUT, BF16),
+        ([*CONTRADICTED, *loops({STOCK: [26.0] * 2, BF16: [38.0] * 2})], THROUGHPUT, STOCK),
+        (UNTOLD, THROUGHPUT, STOCK),
+        ([*UNTOLD, *in_turn({STOCK: [10.0] * 3, FP16: [6.0] * 3}, start_s=200.0)], THROUGHPUT, FP16),
+        ([*UNTOLD, *in_turn({STOCK: [10.0] * 3, OTHER_GRAPH: [5.0] * 3}, start_s=200.0)], THROUGHPUT, STOCK),
+        # A policy that still compiles cannot win until it settles in a later block.
+        (COMPILING, THROUGHPUT, FP16),
+        ([*COMPILING, row(BF16, 20.0, launch="1")], THROUGHPUT, BF16),
+        # Of level and equally simple policies the one that the loop has timed wins.
+        (EVEN, THROUGHPUT, FP16),
+        ([*EVEN, *loops({BF16: [5.0] * 2})], THROUGHPUT, BF16),
+        # As a model whose dropped layers make it record anew: 18.6 ms as a rule, hundreds in the mean.
+        ([timed(STOCK, [40.6, 40.7, 40.5, 40.6] * 5), *[timed(BF16, NOW_AND_THEN)] * 2], THROUGHPUT, STOCK),
+        # The loop's speed does not contradict a trial's memory.
+        ([*SMALLER, *SLOWER], THROUGHPUT, STOCK),
+        ([*SMALLER, *SLOWER], MEMORY, FP16),
+    ],
+)
+def test_what_the_loop_says_and_whether_a_policy_settles_decides_who_can_win(
+    rows: list[Row], objective: Objective, winner: Policy
+) -> None:
+    assert decided(rows, GPU, objective).winner.policy == winner
+
+
+def test_once_the_loop_contradicts_a_trial_what_has_no_turn_yet_leads_and_cannot_win() -> None:
+    verdict = decided(CONTRADICTED, GPU)
+    assert "compiled or recorded anew" in lost(verdict, GRAPH)
     assert "has not timed this one" in lost(verdict, BF16)
     assert "by its trial alone" in message(verdict, "keep")
-    leader = verdict.leader
-    assert leader is not None
-    assert leader.policy == BF16, "it is the next to get a turn in the loop"
-    assert decided([*rows, *loops({STOCK: [40.0, 40.0], BF16: [30.0, 30.0]})], GPU).winner.policy == BF16
-    assert decided([*rows, *loops({STOCK: [26.0, 26.0], BF16: [38.0, 38.0]})], GPU).keeps_the_baseline
+    assert verdict.leader is not None
+    assert verdict.leader.policy == BF16, "it is the next to get a turn in the loop"
 
 
-def test_where_the_loop_cannot_tell_a_second_process_speaks_of_a_policy_without_graphs() -> None:
-    compiled = BF16.compiled("default")
-    rows = [
-        *in_turn({STOCK: [10.0], compiled: [5.0], FP16: [6.0]}),
-        *loops({STOCK: [10.0], compiled: [90.0]}, wait_share=0.5, settled=False),
-    ]
-    assert decided(rows, GPU).keeps_the_baseline
-    assert decided([*rows, *in_turn({STOCK: [10.0] * 3, FP16: [6.0] * 3}, start_s=200.0)], GPU).winner.policy == FP16
-    again = in_turn({STOCK: [10.0] * 3, BF16.compiled("reduce-overhead"): [5.0] * 3}, start_s=200.0)
-    assert decided([*rows, *again], GPU).keeps_the_baseline, "graphs may keep coming on new batches"
-
-
-def test_a_trials_memory_is_not_contradicted_by_the_loops_speed() -> None:
-    def used(ms: float, mib: float, **more: Any) -> Measurement:
-        return replace(took(ms, mib), **more)
-
-    trials = [row(STOCK, used(10.0, 1000.0)), row(BF16, used(7.0, 900.0)), row(FP16, used(6.0, 400.0))]
-    looped = [row(STOCK, used(10.0, 1000.0, in_loop=True)), row(BF16, used(17.0, 900.0, in_loop=True))]
-    assert decided([*trials, *looped], GPU).keeps_the_baseline
-    assert decided([*trials, *looped], GPU, MEMORY).winner.policy == FP16
-
-
-def test_of_level_and_equally_simple_policies_the_one_that_the_loop_has_timed_wins() -> None:
-    rows = [*in_turn({STOCK: [10.0] * 4, BF16: [5.0] * 4, FP16: [4.998] * 4}), *loops({STOCK: [10.0] * 2})]
-    assert decided(rows, GPU).winner.policy == FP16
-    assert decided([*rows, *loops({BF16: [5.0] * 2})], GPU).winner.policy == BF16
-
-
-def test_a_policy_that_is_slow_now_and_then_and_may_be_slower_does_not_replace_the_baseline() -> None:
-    """As a model whose dropped layers make it record anew: 18.6 ms as a rule, hundreds in the mean."""
-    steps = [18.6] * 19 + [400.0]
-    rows = [timed(STOCK, [40.6, 40.7, 40.5, 40.6] * 5), timed(BF16, steps), timed(BF16, steps, launch="1")]
-    assert decided(rows, GPU).keeps_the_baseline
+def test_if_the_loop_waits_for_its_data_steps_decide() -> None:
+    trials = [row(STOCK, 10.0), row(BF16, 5.0)]
+    verdict = decided([*trials, *loops({STOCK: [10.0] * 3, BF16: [10.0] * 3}, wait_share=0.4)], GPU)
+    assert verdict.waits_for_data
+    assert (verdict.winner.policy, verdict.winner.step_ms) == (BF16, pytest.approx(5.0))
 
 
 def test_what_the_loop_takes_longer_by_is_told_by_the_policies_that_it_timed() -> None:
@@ -476,11 +474,3 @@ def test_what_the_loop_did_not_time_is_doubted() -> None:
     assert few.contenders[0].gain is not None
     assert more.contenders[0].gain is not None
     assert more.contenders[0].gain.half_width > 1.5 * few.contenders[0].gain.half_width
-
-
-def test_if_the_loop_waits_for_its_data_steps_decide() -> None:
-    trials = [row(STOCK, 10.0), row(BF16, 5.0)]
-    verdict = decided([*trials, *loops({STOCK: [10.0] * 3, BF16: [10.0] * 3}, wait_share=0.4)], GPU)
-    assert verdict.waits_for_data
-    assert verdict.winner.policy == BF16
-    assert verdict.winner.step_ms == pytest.approx(5.0)
