@@ -15,7 +15,7 @@ from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscap
 from simulated.recorded import H200, RecordedEvaluator, recorded_ms
 
 from amptune.cli.entry import exit_code_of
-from amptune.errors import ClaimError, HardwareMismatchError, NothingFeasibleError, NotMeasuredError
+from amptune.errors import AmptuneError, ClaimError, HardwareMismatchError, NothingFeasibleError, NotMeasuredError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.policy.file_io import load, save
 from amptune.policy.policy_file import Evidence, PolicyFile
@@ -214,7 +214,7 @@ def test_what_disturbed_the_measurements_is_said_if_they_did_not_tell() -> None:
     ],
 )
 def test_a_claim_that_cannot_be_verified_is_an_error_that_says_why(
-    claim: PolicyFile, evaluator: RecordedEvaluator | None, error: type[Exception], words: str
+    claim: PolicyFile, evaluator: RecordedEvaluator | None, error: type[AmptuneError], words: str
 ) -> None:
     with pytest.raises(error, match=words) as caught:
         verified(claim, evaluator)
