@@ -249,14 +249,6 @@ def test_an_interruption_of_what_has_nothing_to_write_says_so_and_exits_with_130
     assert machine.closed
 
 
-def test_one_of_optunas_samplers_can_propose(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    arguments = ("tune", "train.py:small", "--budget", "200s", "--trials", "8", "--sampler", "tpe")
-    done = run(*arguments, folder=tmp_path, evaluator=Machine())
-    assert done.returncode == 0, done.stderr
-    assert load(tmp_path / "policy.yaml").policy.autocast == "fp16"
-
-
 def test_arguments_of_the_script_stand_behind_two_dashes_and_in_the_command_that_measures_more(folder: Path) -> None:
     done = run("tune", "train.py:small", "--budget", "60s", "--", "--lr", "0.1", folder=folder, evaluator=Machine())
     assert done.returncode == 0, done.stderr
@@ -269,8 +261,6 @@ def test_arguments_of_the_script_stand_behind_two_dashes_and_in_the_command_that
 MISTAKES = [
     (["tune", "nowhere.py:x"], 2, "there is no file nowhere.py"),
     (["tune", "train.py:small", "--set", "autcast=bf16"], 2, "did you mean autocast"),
-    (["tune", "train.py:small", "--sampler", "tpe", "--objective", "memory"], 2, "only amptune's own sampler"),
-    (["tune", "train.py:small", "--sampler", "cma"], 2, "amptune"),
     (["tune", "train.py:small", "--set", "autocast=bf15"], 2, "bf16"),
     (["tune", "train.py:small", "--set", "autocast"], 2, "KNOB=VALUE"),
     (["tune", "train.py:small", "--set", "autocast=bf16", "--set", "autocast=off"], 2, "to be bf16 and off"),

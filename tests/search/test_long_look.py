@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,101 +44,77 @@ def look(times: float = 1.0, seeds: int = SEEDS, **changed: object) -> LongLook:
     return LongLook(**{**parts, "steps": STEPS, "seeds": seeds, "pairs": pairs, **changed})  # type: ignore[arg-type]
 
 
-def test_a_policy_whose_curves_lie_within_fp32s_seeds_trains_like_fp32() -> None:
-    found = look()
-    assert found.agreement == "met"
-    assert found.findings[0].code == "trains-like-fp32"
-    assert str(found.findings[0]).startswith("trains like FP32, over 200 steps and 5 seeds; at most, loss in ")
-    assert len(found.findings) == 1
+def pairs_of(policy: Callable[[CurvePair], LossCurve], fp32: Callable[[CurvePair], LossCurve] | None = None) -> Any:
+    """The pairs of a look, with other curves."""
+    own = fp32 or (lambda pair: pair.fp32)
+    return tuple(CurvePair(seed=pair.seed, fp32=own(pair), policy=policy(pair)) for pair in look().pairs)
 
 
-def test_a_loss_above_what_seeds_differ_by_is_not_like_fp32_and_the_worst_part_is_named() -> None:
-    found = look(1.3)
-    assert found.agreement == "missed"
-    assert str(found.findings[0]).startswith("does not train like FP32: loss in ")
-    assert "(±" in str(found.findings[0])
-    assert "is allowed" in str(found.findings[0])
-    assert found.findings[0].figures["difference"] > found.findings[0].figures["allowed_above"]
+def flat(*levels: float) -> list[LossCurve]:
+    return [LossCurve(losses=(level,) * STEPS) for level in levels]
 
 
-def test_a_loss_below_fp32s_is_harmless_until_it_must_be_another_loss() -> None:
-    assert look(0.9).agreement == "met"
-    assert look(0.3).agreement == "missed"
+def with_buffer(one: LossCurve, value: float) -> LossCurve:
+    return replace(one, buffers={"norm.average": np.array([value], dtype=np.float32)})
 
 
-def test_a_fault_in_the_last_tenth_alone_is_seen() -> None:
-    pairs = [
-        replace(pair, policy=LossCurve(losses=(*pair.policy.losses[:180], *(2 * x for x in pair.policy.losses[180:]))))
-        for pair in look().pairs
-    ]
-    found = look(pairs=tuple(pairs))
-    assert found.agreement == "missed"
-    assert "loss in steps 181 to 200" in str(found.findings[0])
+LATE = pairs_of(lambda p: LossCurve(losses=(*p.policy.losses[:180], *(2 * x for x in p.policy.losses[180:]))))
+FLAT = zip(range(3), flat(1, 1.02, 0.98), flat(1.08, 1.04, 1), strict=True)
+SHORT = pairs_of(lambda p: curve(p.seed, steps=5, own=1), lambda p: curve(p.seed, steps=5))
+BUFFERS = pairs_of(lambda p: with_buffer(p.policy, 0.5), lambda p: with_buffer(p.fp32, 1 + p.seed / 100))
+ALIKE = pairs_of(lambda _: curve(0, 1.001), lambda _: curve(0))
+SPENT = "the budget was spent"
 
 
-def test_in_between_nobody_can_tell_and_more_seeds_are_asked_for() -> None:
-    flat = [
-        tuple(LossCurve(losses=(level,) * STEPS) for level in three) for three in ((1, 1.02, 0.98), (1.08, 1.04, 1))
-    ]
-    pairs = tuple(CurvePair(seed=i, fp32=own, policy=theirs) for i, (own, theirs) in enumerate(zip(*flat, strict=True)))
-    found = look(pairs=pairs, seeds=3)
-    assert found.agreement == "open"
-    assert str(found.findings[0]).startswith("could not tell: loss in ")
-    assert "the interval reaches beyond; give more --seeds" in str(found.findings[0])
-
-
-def test_too_few_seeds_tell_nothing() -> None:
-    found = look(seeds=2, stopped="the budget was spent")
-    assert found.agreement == "open"
-    assert str(found.findings[0]) == "could not tell: an answer needs 3 seeds (trained: 2); the budget was spent"
-
-
-def test_too_few_steps_tell_nothing() -> None:
-    pairs = tuple(CurvePair(seed=i, fp32=curve(i, steps=5), policy=curve(i, steps=5, own=1)) for i in range(SEEDS))
-    found = look(pairs=pairs, stopped="the budget was spent")
-    assert found.agreement == "open"
-    assert str(found.findings[0]) == "could not tell: an answer needs 20 steps (trained: 5); the budget was spent"
-
-
-def test_curves_that_were_cut_short_can_miss_but_not_meet() -> None:
-    assert look(steps=2000, stopped="the budget was spent").agreement == "open"
-    assert "the first 200 of 2,000 steps are like FP32's" in str(look(steps=2000).findings[0])
-    assert look(1.3, steps=2000).agreement == "missed"
+def evaluated(policys: float) -> Any:
+    return pairs_of(
+        lambda p: replace(p.policy, evaluated=policys + 0.001 * p.seed),
+        lambda p: replace(p.fp32, evaluated=0.95 + 0.001 * p.seed),
+    )
 
 
 @pytest.mark.parametrize(
-    ("policys", "tolerance", "agreement"), [(0.9, None, "missed"), (0.9, 0.1, "met"), (0.95, 0, "met")]
+    ("found", "agreement", "words"),
+    [
+        (look(), "met", "trains like FP32, over 200 steps and 5 seeds; at most, loss in "),
+        (look(1.3), "missed", r"does not train like FP32: loss in .*\(±.* is allowed"),
+        # A loss below FP32's is harmless until it must be another loss.
+        (look(0.9), "met", "trains like"),
+        (look(0.3), "missed", "does not"),
+        (look(pairs=LATE), "missed", "does not train like FP32: loss in steps 181 to 200"),
+        (
+            look(pairs=tuple(CurvePair(seed=i, fp32=own, policy=theirs) for i, own, theirs in FLAT), seeds=3),
+            "open",
+            "could not tell: loss in .*the interval reaches beyond; give more --seeds",
+        ),
+        (look(seeds=2, stopped=SPENT), "open", "could not tell: an answer needs 3 seeds .trained: 2.; the budget was"),
+        (look(pairs=SHORT, stopped=SPENT), "open", "could not tell: an answer needs 20 steps .trained: 5.; the budget"),
+        # Curves that were cut short can miss but not meet.
+        (look(steps=2000), "open", "could not tell: the first 200 of 2,000 steps are like FP32's"),
+        (look(1.3, steps=2000), "missed", "does not"),
+        # What evaluate(model) gives is held to FP32's seeds or the tolerance.
+        (look(pairs=evaluated(0.9)), "missed", r".*evaluate\(model\) is 0.902"),
+        (look(pairs=evaluated(0.9), tolerance=0.1), "met", "trains like"),
+        (look(pairs=evaluated(0.95), tolerance=0), "met", "trains like"),
+        (
+            look(pairs=BUFFERS),
+            "missed",
+            ".*the buffer norm.average ends 51% off FP32's, where FP32's seeds are 3% apart;",
+        ),
+    ],
 )
-def test_what_evaluate_gives_is_held_to_fp32s_seeds_or_the_tolerance(
-    policys: float, tolerance: float | None, agreement: str
+def test_a_policy_trains_like_fp32_if_its_curves_lie_within_fp32s_seeds(
+    found: LongLook, agreement: str, words: str
 ) -> None:
-    pairs = tuple(
-        CurvePair(
-            seed=i, fp32=curve(i, evaluated=0.95 + 0.001 * i), policy=curve(i, own=1, evaluated=policys + 0.001 * i)
-        )
-        for i in range(SEEDS)
-    )
-    found = look(pairs=pairs, tolerance=tolerance)
     assert found.agreement == agreement
-    assert agreement == "met" or "evaluate(model) is 0.902" in str(found.findings[0])
+    assert len(found.findings) == 1
+    assert re.match(words, str(found.findings[0])), str(found.findings[0])
 
 
-def test_a_buffer_that_ends_elsewhere_is_not_like_fp32() -> None:
-    def with_buffer(one: LossCurve, value: float) -> LossCurve:
-        return replace(one, buffers={"norm.average": np.array([value], dtype=np.float32)})
-
-    pairs = tuple(
-        CurvePair(seed=p.seed, fp32=with_buffer(p.fp32, 1 + p.seed / 100), policy=with_buffer(p.policy, 0.5))
-        for p in look().pairs
-    )
-    found = look(pairs=pairs)
-    assert found.agreement == "missed"
-    assert "the buffer norm.average ends 51% off FP32's, where FP32's seeds are 3% apart;" in str(found.findings[0])
-
-
-def test_seeds_that_do_not_differ_are_said_so() -> None:
-    same = tuple(CurvePair(seed=i, fp32=curve(0), policy=curve(0, 1.001)) for i in range(SEEDS))
-    found = look(pairs=same)
+def test_a_difference_is_told_in_figures_and_seeds_that_do_not_differ_are_said_so() -> None:
+    figures = look(1.3).findings[0].figures
+    assert figures["difference"] > figures["allowed_above"]
+    found = look(pairs=ALIKE)
     assert [finding.code for finding in found.findings] == ["trains-like-fp32", "no-spread"]
     assert "so 1.5% is allowed" in str(found.findings[1])
 
@@ -170,6 +147,9 @@ def verified(
     )
 
 
+RAISED = Failure(kind="error", message="out of range", exception="ValueError", where="train.py:3")
+
+
 def lines(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "study" / "curves.jsonl").read_text().splitlines()]
 
@@ -194,15 +174,12 @@ def test_nobody_trains_beside_a_tuning_in_the_same_folder_and_earlier_curves_sta
 
 
 def test_a_budget_for_some_of_the_seeds_answers_from_these(tmp_path: Path) -> None:
+    none = verified(tmp_path, seconds=0.0)
+    assert (none.agreement, none.pairs) == ("open", ())
+    assert "give more with --budget, or fewer --steps" in str(none.findings[0])
     found = verified(tmp_path, seconds=17.0)  # a run takes 2 s
     assert (found.agreement, len(found.pairs)) == ("met", 4)
     assert str(found.findings[1]).startswith("4 of 5 seeds were trained; the budget was spent; give more with --budget")
-
-
-def test_a_budget_for_too_few_seeds_cannot_tell(tmp_path: Path) -> None:
-    found = verified(tmp_path, seconds=0.0)
-    assert (found.agreement, found.pairs) == ("open", ())
-    assert "give more with --budget, or fewer --steps" in str(found.findings[0])
 
 
 def test_no_curve_is_longer_than_the_shortest_before_it(tmp_path: Path) -> None:
@@ -254,15 +231,17 @@ def test_a_policy_that_breaks_does_not_train_like_fp32_and_a_dead_worker_tells_n
     assert str(found.findings[0]).startswith(words)
 
 
-def test_fp32_that_fails_is_an_error_whose_own_code_is_told_apart(tmp_path: Path) -> None:
-    dead = Failure(kind="crash", message="the worker was ended by SIGKILL; its output is in workers.log")
-    raised = Failure(kind="error", message="out of range", exception="ValueError", where="train.py:3")
-    with pytest.raises(NothingFeasibleError, match=r"ended by SIGKILL; its output is in workers\.log"):
-        verified(tmp_path, lambda *_: dead)
-    with pytest.raises(UserCodeError, match=r"ValueError: out of range \(train\.py:3\)"):
-        verified(tmp_path, lambda *_: raised)
-
-
-def test_another_machine_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(HardwareMismatchError):
-        verified(tmp_path, labels={"nvidia.com/gpu.product": "NVIDIA-A100"})
+@pytest.mark.parametrize(
+    ("error", "words", "changed"),
+    [
+        (NothingFeasibleError, r"by SIGKILL", {"curves": lambda *_: Failure(kind="crash", message="by SIGKILL")}),
+        (UserCodeError, r"ValueError: out of range \(train\.py:3\)", {"curves": lambda *_: RAISED}),
+        (HardwareMismatchError, "NVIDIA-A100", {"labels": {"nvidia.com/gpu.product": "NVIDIA-A100"}}),
+    ],
+)
+def test_fp32_that_fails_and_another_machine_are_errors(
+    error: type[Exception], words: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    """The user's own code is told apart."""
+    with pytest.raises(error, match=words):
+        verified(tmp_path, **changed)

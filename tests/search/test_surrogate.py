@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import pytest
 
-from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
+from amptune.search.sampler.acquisition import Proposal, Proposer, Seen, features_of, with_features
 from amptune.search.sampler.surrogate import Surrogate
 from amptune.search.space.knobs import Dimension, Point
 
@@ -33,96 +34,92 @@ def log_speed(point: Point) -> float:
     return own + together + 0.02 * bool(point["fused_optimizer"]) - 0.03 * int(point["fp32_exclusions"])
 
 
-BEST = max(range(len(POINTS)), key=lambda index: log_speed(POINTS[index]))
+SPEEDS = [math.exp(log_speed(point)) for point in POINTS]
+BEST = max(range(len(POINTS)), key=SPEEDS.__getitem__)
+
+
+def drawn(seed: int, count: int) -> dict[int, float]:
+    """Log speeds of some points."""
+    chosen = np.random.default_rng(seed).choice(len(POINTS), count, replace=False)
+    return {int(i): log_speed(POINTS[i]) for i in chosen}
+
+
+def trials(indices: Iterable[int]) -> dict[int, Seen]:
+    return {i: Seen(score=SPEEDS[i], seconds=1.0) for i in indices}
+
+
+def proposed(seen: dict[int, Seen], left_out: Collection[int] = (), *, running: Collection[int] = ()) -> Proposal:
+    proposal = Proposer(KNOBS, POINTS, seed=0).next(seen, left_out, running=running)
+    assert proposal is not None
+    assert proposal.index not in {*seen, *left_out, *running}
+    return proposal
 
 
 def test_what_was_not_measured_is_told_from_what_its_settings_brought_elsewhere() -> None:
-    rng = np.random.default_rng(0)
-    seen = {int(i): log_speed(POINTS[i]) for i in rng.choice(len(POINTS), 40, replace=False)}
+    seen = drawn(0, 40)
     belief = Surrogate(KNOBS, POINTS).belief(seen)
-    truth = np.array([log_speed(point) for point in POINTS])
+    truth = np.log(SPEEDS)
     unseen = [i for i in range(len(POINTS)) if i not in seen]
     assert np.abs(belief.mean - truth)[unseen].max() < 0.1
     assert np.corrcoef(belief.mean[unseen], truth[unseen])[0, 1] > 0.98
 
 
 def test_an_outlier_among_the_measurements_does_not_count_for_much() -> None:
-    rng = np.random.default_rng(1)
-    seen = {int(i): log_speed(POINTS[i]) for i in rng.choice(len(POINTS), 60, replace=False)}
+    seen = drawn(1, 60)
     hit = next(iter(seen))
     belief = Surrogate(KNOBS, POINTS).belief({**seen, hit: seen[hit] - 0.5})
     unseen = [i for i in range(len(POINTS)) if i not in seen]
-    assert np.abs(belief.mean - [log_speed(point) for point in POINTS])[unseen].mean() < 0.05
+    assert np.abs(belief.mean - np.log(SPEEDS))[unseen].mean() < 0.05
     assert belief.mean[hit] > seen[hit] - 0.4
 
 
 def test_one_that_saw_the_trials_come_believes_what_one_does_that_sees_them_at_once() -> None:
     """So that any process goes on as the one before would have."""
-    rng = np.random.default_rng(3)
-    order = [int(i) for i in rng.choice(len(POINTS), 30, replace=False)]
+    order = list(drawn(3, 30).items())
     kept = Surrogate(KNOBS, POINTS)
     for count in range(2, len(order)):
-        seen = {i: log_speed(POINTS[i]) for i in order[:count]}
-        found, fresh = kept.belief(seen), Surrogate(KNOBS, POINTS).belief(seen)
+        found, fresh = (one.belief(dict(order[:count])) for one in (kept, Surrogate(KNOBS, POINTS)))
         assert found.mean == pytest.approx(fresh.mean)
         assert found.deviation == pytest.approx(fresh.deviation)
 
 
 def test_what_runs_elsewhere_is_believed_to_turn_out_as_expected_and_is_not_proposed() -> None:
-    seen = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 7)}
     running: list[int] = []
     for _ in range(6):
-        proposal = Proposer(KNOBS, POINTS, seed=0).next(seen, running=running)
-        assert proposal is not None
-        assert proposal.index not in {*seen, *running}
-        running.append(proposal.index)
+        running.append(proposed(trials(range(0, len(POINTS), 7)), running=running).index)
 
 
 def test_less_than_was_expected_by_far_is_a_surprise() -> None:
-    proposer = Proposer(KNOBS, POINTS, seed=0)
-    seen = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 3)}
-    proposal = proposer.next(seen)
-    assert proposal is not None
-    true = math.exp(log_speed(POINTS[proposal.index]))
-    assert 0.6 * true < proposal.least < 0.97 * true
+    proposal = proposed(trials(range(0, len(POINTS), 3)))
+    assert 0.6 * SPEEDS[proposal.index] < proposal.least < 0.97 * SPEEDS[proposal.index]
 
 
-def test_the_best_of_a_space_is_found_in_a_fraction_of_it() -> None:
-    proposer = Proposer(KNOBS, POINTS, seed=0)
-    rng = np.random.default_rng(2)
-    seen: dict[int, Seen] = {}
-    for index in (0, 30, 60, 90, 120):
-        seen[index] = Seen(score=math.exp(log_speed(POINTS[index])), seconds=1.0)
+def test_the_best_of_a_space_is_found_in_a_fraction_of_it_and_the_expected_gain_falls() -> None:
+    proposer, rng = Proposer(KNOBS, POINTS, seed=0), np.random.default_rng(2)
+    seen = trials(range(0, 150, 30))
+    gains = []
     while BEST not in seen:
         proposal = proposer.next(seen)
         assert proposal is not None
-        speed = math.exp(log_speed(POINTS[proposal.index]) + rng.normal(0, 0.01))
-        seen[proposal.index] = Seen(score=speed, seconds=1.0)
+        gains.append(proposal.gain)
+        seen[proposal.index] = Seen(score=SPEEDS[proposal.index] * math.exp(rng.normal(0, 0.01)), seconds=1.0)
     assert len(seen) <= 30 < len(POINTS) / 4
+    assert proposed(trials({BEST, *range(0, len(POINTS), 2)})).gain < gains[0]
 
 
 def test_what_fails_is_kept_away_from() -> None:
-    every_fourth = range(0, len(POINTS), 4)
-    proposer = Proposer(KNOBS, POINTS, seed=0)
-    speeds = {i: None if POINTS[i]["autocast"] == "fp16" else math.exp(log_speed(POINTS[i])) for i in every_fourth}
-    seen = {index: Seen(score=speed, seconds=1.0) for index, speed in speeds.items()}
-    proposal = proposer.next(seen)
-    assert proposal is not None
-    assert POINTS[proposal.index]["autocast"] == "bf16"
+    seen = trials(range(0, len(POINTS), 4))
+    failing = {i: Seen(score=None, seconds=1.0) for i in seen if POINTS[i]["autocast"] == "fp16"}
+    assert POINTS[proposed({**seen, **failing}).index]["autocast"] == "bf16"
 
 
 def test_of_two_as_promising_the_cheaper_is_tried() -> None:
-    proposer = Proposer(KNOBS, POINTS, seed=0)
-    seen = {
-        index: Seen(score=math.exp(log_speed(POINTS[index])), seconds=20.0 if POINTS[index]["cudnn_benchmark"] else 1.0)
-        for index in range(0, len(POINTS), 5)
-    }
-    proposal = proposer.next(seen)
-    assert proposal is not None
-    assert POINTS[proposal.index]["cudnn_benchmark"] is False
+    seen = trials(range(0, len(POINTS), 5))
+    dear = {i: Seen(score=SPEEDS[i], seconds=20.0) for i in seen if POINTS[i]["cudnn_benchmark"]}
+    assert POINTS[proposed({**seen, **dear}).index]["cudnn_benchmark"] is False
 
 
-def test_nothing_that_was_seen_or_is_left_out_is_proposed() -> None:
+def test_a_space_is_proposed_to_its_end_but_for_what_is_left_out() -> None:
     proposer = Proposer(KNOBS, POINTS, seed=0)
     seen = {0: Seen(score=1.0, seconds=1.0), 1: Seen(score=1.1, seconds=1.0)}
     wanted = {"autocast": "bf16", "cudnn_benchmark": False}
@@ -131,16 +128,6 @@ def test_nothing_that_was_seen_or_is_left_out_is_proposed() -> None:
         assert proposal.index not in {*seen, *out}
         seen[proposal.index] = Seen(score=1.0, seconds=1.0)
     assert len(seen) == 2 + 2 * 2 * 6
-
-
-def test_the_expected_gain_falls_as_the_best_becomes_known() -> None:
-    proposer = Proposer(KNOBS, POINTS, seed=0)
-    few = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in range(0, len(POINTS), 12)}
-    many = {i: Seen(score=math.exp(log_speed(POINTS[i])), seconds=1.0) for i in {BEST, *range(0, len(POINTS), 2)}}
-    first, second = proposer.next(few), Proposer(KNOBS, POINTS, seed=0).next(many)
-    assert first is not None
-    assert second is not None
-    assert second.gain < first.gain
 
 
 def test_a_graph_is_known_to_be_cached_for_another_optimizer_and_not_for_another_mode() -> None:
