@@ -167,75 +167,75 @@ class MeanOfTokens(nn.Module):
         return x.mean(1)
 
 
-def _head(outputs: int, pool: nn.Module | None = None) -> nn.Module:
+def head_of(outputs: int, pool: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(*([] if pool is None else [pool]), nn.LayerNorm(DIM), nn.Linear(DIM, outputs))
 
 
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=2e-3)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
-def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def _loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     """The last tensor of a batch is the target; what stands between it and the first is context."""
     *inputs, target = batch
     loss: Tensor = model.criterion(model(*inputs), target)
     return loss
 
 
-def _fixed(*shape: int, seed: int = 0) -> Tensor:
+def fixed(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _curve(x: Tensor, outputs: int) -> Tensor:
     """The teacher: a smooth function of the features, of about unit size."""
-    hidden = torch.tanh(x @ _fixed(x.shape[-1], 8) / 2)
-    return hidden @ _fixed(8, outputs, seed=1) / 2
+    hidden = torch.tanh(x @ fixed(x.shape[-1], 8) / 2)
+    return hidden @ fixed(8, outputs, seed=1) / 2
 
 
-def _classes(n: int) -> tuple[Tensor, ...]:
+def of_classes(n: int) -> tuple[Tensor, ...]:
     x = torch.randn(n, FEATURES)
     return x, _curve(x, CLASSES).argmax(-1)
 
 
-def _values(n: int, outputs: int = 4) -> tuple[Tensor, ...]:
+def of_values(n: int, outputs: int = 4) -> tuple[Tensor, ...]:
     x = torch.randn(n, FEATURES)
     return x, _curve(x, outputs)
 
 
-def _sentences(n: int) -> tuple[Tensor, ...]:
+def of_sentences(n: int) -> tuple[Tensor, ...]:
     ids = torch.randint(1, VOCABULARY, (n, TOKENS))
     keep = (torch.arange(TOKENS) < torch.randint(TOKENS // 2, TOKENS, (n, 1))).float()
-    meaning = (_fixed(VOCABULARY, CLASSES)[ids] * keep[..., None]).mean(1)
+    meaning = (fixed(VOCABULARY, CLASSES)[ids] * keep[..., None]).mean(1)
     return ids * keep.long(), keep, meaning.argmax(-1)
 
 
-def _pictures(n: int) -> tuple[Tensor, ...]:
+def of_pictures(n: int) -> tuple[Tensor, ...]:
     tint = torch.randn(n, 3)
     x = torch.randn(n, 3, 10, 10) + 2 * tint[:, :, None, None]
-    return x, (tint @ _fixed(3, CLASSES)).argmax(-1)
+    return x, (tint @ fixed(3, CLASSES)).argmax(-1)
 
 
-def _tabular(
+def tabular(
     *blocks: nn.Module, outputs: int = CLASSES, head: nn.Module | None = None, criterion: nn.Module | None = None
 ) -> nn.Module:
     return Stack(
         stem=nn.Linear(FEATURES, DIM),
         blocks=blocks,
-        head=_head(outputs) if head is None else head,
+        head=head_of(outputs) if head is None else head,
         criterion=nn.CrossEntropyLoss() if criterion is None else criterion,
     )
 
 
-def _language(*blocks: nn.Module, head: nn.Module | None = None) -> nn.Module:
-    head = _head(CLASSES, MeanOfTokens()) if head is None else head
+def language(*blocks: nn.Module, head: nn.Module | None = None) -> nn.Module:
+    head = head_of(CLASSES, MeanOfTokens()) if head is None else head
     return Stack(stem=Tokens(), blocks=blocks, head=head, criterion=nn.CrossEntropyLoss())
 
 
@@ -373,7 +373,7 @@ class Energy(nn.Module):
 
 
 def _pictures_some_loud(n: int) -> tuple[Tensor, ...]:
-    x, target = _pictures(n)
+    x, target = of_pictures(n)
     return x * (1000.0 if torch.rand(()) < 0.2 else 1.0), target
 
 
@@ -397,7 +397,7 @@ class HandwrittenBce(nn.Module):
 
 
 def _yes_or_no(n: int) -> tuple[Tensor, ...]:
-    x, values = _values(n)
+    x, values = of_values(n)
     return x, (values > 0).float()
 
 
@@ -476,10 +476,10 @@ class HourOfShift(nn.Module):
         return out
 
 
-def _worked_hours(n: int) -> tuple[Tensor, ...]:
-    x, values = _values(n)
+def of_worked_hours(n: int) -> tuple[Tensor, ...]:
+    x, values = of_values(n)
     hours = torch.randint(1024, 2048, (n,))
-    return x, hours.float(), values / 2 + _fixed(8, values.shape[-1], seed=2)[hours % 8]
+    return x, hours.float(), values / 2 + fixed(8, values.shape[-1], seed=2)[hours % 8]
 
 
 class SignHash(nn.Module):
@@ -501,9 +501,9 @@ class SignHash(nn.Module):
 
 
 def _hashed(n: int) -> tuple[Tensor, ...]:
-    x, values = _values(n)
+    x, values = of_values(n)
     bucket = (x[:, :3] > 0).long() @ torch.tensor([1, 2, 4])
-    return x, x, values / 2 + _fixed(8, values.shape[-1], seed=2)[bucket]
+    return x, x, values / 2 + fixed(8, values.shape[-1], seed=2)[bucket]
 
 
 class KelvinLoss(nn.Module):
@@ -517,9 +517,9 @@ class KelvinLoss(nn.Module):
         return (error * error).mean()
 
 
-def _temperatures(n: int) -> tuple[Tensor, ...]:
+def of_temperatures(n: int) -> tuple[Tensor, ...]:
     """In quarters of a kelvin, which fp16 has around 300 too."""
-    x, values = _values(n, 1)
+    x, values = of_values(n, 1)
     return x, 300 + (4 * 0.9 * values).round() / 4
 
 
@@ -538,7 +538,7 @@ class Decoder(nn.Module):
 
 
 def _drawings(n: int) -> tuple[Tensor, ...]:
-    x, values = _values(n, 64)
+    x, values = of_values(n, 64)
     return x, values.reshape(n, 1, 8, 8)
 
 
@@ -560,268 +560,236 @@ def _attentive(count: int) -> list[nn.Module]:
 
 
 def _attention_overflow() -> nn.Module:
-    return _language(*_attentive(1), Residual(LateScaledAttention()), Residual(FeedForward()), *_attentive(1))
+    return language(*_attentive(1), Residual(LateScaledAttention()), Residual(FeedForward()), *_attentive(1))
 
 
 def _gated_overflow() -> nn.Module:
     attention = [Residual(Attention()) for _ in range(3)]
-    return _language(
+    return language(
         attention[0], Residual(FeedForward()), attention[1], Residual(GatedFeedForward()), attention[2], *_residuals(1)
     )
 
 
 def _two_overflows() -> nn.Module:
     late = Residual(Attention(MultipliedMask()))
-    return _language(Residual(Attention()), Residual(GatedFeedForward()), *_attentive(1), late, Residual(FeedForward()))
+    return language(Residual(Attention()), Residual(GatedFeedForward()), *_attentive(1), late, Residual(FeedForward()))
 
 
 def _two_quiet() -> nn.Module:
     late = Residual(FeedForward(), OnePassNorm())
-    return _tabular(Residual(EulerSteps()), *_residuals(3), late, outputs=4, criterion=nn.MSELoss())
+    return tabular(Residual(EulerSteps()), *_residuals(3), late, outputs=4, criterion=nn.MSELoss())
+
+
+def regression(*blocks: nn.Module) -> nn.Module:
+    return tabular(*blocks, outputs=4, criterion=nn.MSELoss())
+
+
+def fault(
+    name: str, culprits: str, breaks: tuple[Half, ...], what: str, *, quiet: bool = False, **workload: Any
+) -> Fault:
+    """A fault of the modules whose paths `culprits` names, in a workload that Adam trains unless it is told."""
+    return Fault(
+        name=name,
+        workload=Workload(**{"loss": loss_of, "optimizer": adam} | workload),
+        culprits=tuple(culprits.split()),
+        breaks=breaks,
+        what=what,
+        quiet=quiet,
+    )
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(
-        name="attention_overflow",
-        workload=Workload(model=_attention_overflow, batch=_sentences, loss=_loss, optimizer=_adamw),
-        culprits=("blocks.2.branch",),
-        breaks=FP16,
-        what="Attention scales its scores after the product of query and key, which passes 65504.",
+    fault(
+        "attention_overflow",
+        "blocks.2.branch",
+        FP16,
+        "Attention scales its scores after the product of query and key, which passes 65504.",
+        model=_attention_overflow,
+        batch=of_sentences,
+        optimizer=adamw,
     ),
-    Fault(
-        name="gated_overflow",
-        workload=Workload(model=_gated_overflow, batch=_sentences, loss=_loss, optimizer=_adamw, batch_size=16),
-        culprits=("blocks.3.branch",),
-        breaks=FP16,
-        what="The hidden activations of a gated feed-forward pass 65504 before the last product brings them back.",
+    fault(
+        "gated_overflow",
+        "blocks.3.branch",
+        FP16,
+        "The hidden activations of a gated feed-forward pass 65504 before the last product brings them back.",
+        model=_gated_overflow,
+        batch=of_sentences,
+        optimizer=adamw,
+        batch_size=16,
     ),
-    Fault(
-        name="log_sum_exp",
-        workload=Workload(
-            model=lambda: _tabular(
-                *_residuals(2), BatchNormed(), Residual(FeedForward(nn.SiLU)), criterion=SampledSoftmaxLoss()
-            ),
-            batch=_classes,
-            loss=_loss,
-            optimizer=_adam,
-            batch_size=64,
+    fault(
+        "log_sum_exp",
+        "criterion",
+        FP16,
+        "The loss takes its log-sum-exp by hand, of logits that a correction has moved to 12.",
+        model=lambda: tabular(
+            *_residuals(2), BatchNormed(), Residual(FeedForward(nn.SiLU)), criterion=SampledSoftmaxLoss()
         ),
-        culprits=("criterion",),
-        breaks=FP16,
-        what="The loss takes its log-sum-exp by hand, of logits that a correction has moved to 12.",
+        batch=of_classes,
+        batch_size=64,
     ),
-    Fault(
-        name="exp_by_hand",
-        workload=Workload(
-            model=lambda: _language(*_attentive(2), head=_head(CLASSES, ExpPooling())),
-            batch=_sentences,
-            loss=_loss,
-            optimizer=_adamw,
-            batch_size=64,
-        ),
-        culprits=("head.0",),
-        breaks=FP16,
-        what="A pooling softmax exponentiates scores around 14 without subtracting their maximum.",
+    fault(
+        "exp_by_hand",
+        "head.0",
+        FP16,
+        "A pooling softmax exponentiates scores around 14 without subtracting their maximum.",
+        model=lambda: language(*_attentive(2), head=head_of(CLASSES, ExpPooling())),
+        batch=of_sentences,
+        optimizer=adamw,
+        batch_size=64,
     ),
-    Fault(
-        name="squares_by_hand",
-        workload=Workload(
-            model=lambda: _tabular(
-                *_residuals(1), BatchNormed(), Residual(FeedForward(), HandwrittenRmsNorm()), *_residuals(2)
-            ),
-            batch=_classes,
-            loss=_loss,
-            optimizer=_sgd,
+    fault(
+        "squares_by_hand",
+        "blocks.2.norm",
+        FP16,
+        "A norm divides by the root of a mean square that is infinite, so that a branch sees zeros.",
+        model=lambda: tabular(
+            *_residuals(1), BatchNormed(), Residual(FeedForward(), HandwrittenRmsNorm()), *_residuals(2)
         ),
-        culprits=("blocks.2.norm",),
-        breaks=FP16,
-        what="A norm divides by the root of a mean square that is infinite, so that a branch sees zeros.",
+        batch=of_classes,
+        optimizer=sgd,
         quiet=True,
     ),
-    Fault(
-        name="vanishing_gradient",
-        workload=Workload(
-            model=lambda: _tabular(*_residuals(2), Residual(Pace()), *_residuals(2), outputs=4, criterion=nn.MSELoss()),
-            batch=_values,
-            loss=_loss,
-            optimizer=_adam,
-        ),
-        culprits=("blocks.2.branch",),
-        breaks=FP16,
-        what="The gradient of a reciprocal underflows to zero whatever the loss scale.",
+    fault(
+        "vanishing_gradient",
+        "blocks.2.branch",
+        FP16,
+        "The gradient of a reciprocal underflows to zero whatever the loss scale.",
+        model=lambda: regression(*_residuals(2), Residual(Pace()), *_residuals(2)),
+        batch=of_values,
         quiet=True,
     ),
-    Fault(
-        name="tiny_epsilon",
-        workload=Workload(
-            model=lambda: _language(*_attentive(1), UnitTokens(), *_attentive(2)),
-            batch=_sentences,
-            loss=_loss,
-            optimizer=_adamw,
-        ),
-        culprits=("blocks.2",),
-        breaks=FP16,
-        what="A norm's epsilon of 1e-12 is zero, and so is its padding.",
+    fault(
+        "tiny_epsilon",
+        "blocks.2",
+        FP16,
+        "A norm's epsilon of 1e-12 is zero, and so is its padding.",
+        model=lambda: language(*_attentive(1), UnitTokens(), *_attentive(2)),
+        batch=of_sentences,
+        optimizer=adamw,
     ),
-    Fault(
-        name="multiplied_mask",
-        workload=Workload(
-            model=lambda: _language(
-                *_attentive(1), Residual(Attention(MultipliedMask())), Residual(FeedForward()), *_attentive(1)
-            ),
-            batch=_sentences,
-            loss=_loss,
-            optimizer=_adamw,
+    fault(
+        "multiplied_mask",
+        "blocks.2.branch.softmax",
+        FP16,
+        "A mask of -1e9 is multiplied by zeros.",
+        model=lambda: language(
+            *_attentive(1), Residual(Attention(MultipliedMask())), Residual(FeedForward()), *_attentive(1)
         ),
-        culprits=("blocks.2.branch.softmax",),
-        breaks=FP16,
-        what="A mask of -1e9 is multiplied by zeros.",
+        batch=of_sentences,
+        optimizer=adamw,
     ),
-    Fault(
-        name="peak_normalised",
-        workload=Workload(
-            model=lambda: _tabular(*_residuals(1), Residual(PeakNormalised()), BatchNormed(), *_residuals(2)),
-            batch=_classes,
-            loss=_loss,
-            optimizer=_adam,
-        ),
-        culprits=("blocks.1.branch",),
-        breaks=FP16,
-        what="Values are multiplied by 1e5 before they are divided by their largest.",
+    fault(
+        "peak_normalised",
+        "blocks.1.branch",
+        FP16,
+        "Values are multiplied by 1e5 before they are divided by their largest.",
+        model=lambda: tabular(*_residuals(1), Residual(PeakNormalised()), BatchNormed(), *_residuals(2)),
+        batch=of_classes,
     ),
-    Fault(
-        name="poisoned_statistics",
-        workload=Workload(model=_convolutional, batch=_pictures_some_loud, loss=_loss, optimizer=_adamw, batch_size=32),
-        culprits=("blocks.1",),
-        breaks=FP16,
-        what="In every fifth batch squares overflow, and BatchNorm keeps that although the step is skipped.",
+    fault(
+        "poisoned_statistics",
+        "blocks.1",
+        FP16,
+        "In every fifth batch squares overflow, and BatchNorm keeps that although the step is skipped.",
+        model=_convolutional,
+        batch=_pictures_some_loud,
+        optimizer=adamw,
+        batch_size=32,
     ),
-    Fault(
-        name="summed_loss",
-        workload=Workload(
-            model=lambda: _tabular(*_residuals(3), BatchNormed(), head=Decoder(), criterion=SummedPixelLoss()),
-            batch=_drawings,
-            loss=_loss,
-            optimizer=_adam,
-            batch_size=64,
-        ),
-        culprits=("criterion",),
-        breaks=FP16,
-        what="The loss sums the squares of all pixels before it divides by their number.",
+    fault(
+        "summed_loss",
+        "criterion",
+        FP16,
+        "The loss sums the squares of all pixels before it divides by their number.",
+        model=lambda: tabular(*_residuals(3), BatchNormed(), head=Decoder(), criterion=SummedPixelLoss()),
+        batch=_drawings,
+        batch_size=64,
     ),
-    Fault(
-        name="cross_entropy_by_hand",
-        workload=Workload(
-            model=lambda: _tabular(*_residuals(3), BatchNormed(), outputs=4, criterion=HandwrittenBce()),
-            batch=_yes_or_no,
-            loss=_loss,
-            optimizer=_adam,
-            batch_size=64,
-        ),
-        culprits=("criterion",),
-        breaks=BOTH,
-        what="The loss takes log(1 - p) of probabilities that are rounded to 1.",
+    fault(
+        "cross_entropy_by_hand",
+        "criterion",
+        BOTH,
+        "The loss takes log(1 - p) of probabilities that are rounded to 1.",
+        model=lambda: tabular(*_residuals(3), BatchNormed(), outputs=4, criterion=HandwrittenBce()),
+        batch=_yes_or_no,
+        batch_size=64,
     ),
-    Fault(
-        name="expanded_distances",
-        workload=Workload(
-            model=lambda: _tabular(*_residuals(2), RadialBasis(), *_residuals(2), outputs=4, criterion=nn.MSELoss()),
-            batch=_values,
-            loss=_loss,
-            optimizer=_adam,
-        ),
-        culprits=("blocks.2",),
-        breaks=BOTH,
-        what="Squared distances of about 20 are differences of numbers of about 50,000.",
+    fault(
+        "expanded_distances",
+        "blocks.2",
+        BOTH,
+        "Squared distances of about 20 are differences of numbers of about 50,000.",
+        model=lambda: regression(*_residuals(2), RadialBasis(), *_residuals(2)),
+        batch=of_values,
         quiet=True,
     ),
-    Fault(
-        name="short_steps",
-        workload=Workload(
-            model=lambda: _tabular(*_residuals(1), EulerSteps(), *_residuals(2), outputs=4, criterion=nn.MSELoss()),
-            batch=_values,
-            loss=_loss,
-            optimizer=_adam,
-        ),
-        culprits=("blocks.1",),
-        breaks=BOTH,
-        what="A running sum stands still, since each term is below half a unit in its last place.",
+    fault(
+        "short_steps",
+        "blocks.1",
+        BOTH,
+        "A running sum stands still, since each term is below half a unit in its last place.",
+        model=lambda: regression(*_residuals(1), EulerSteps(), *_residuals(2)),
+        batch=of_values,
         quiet=True,
     ),
-    Fault(
-        name="one_pass_variance",
-        workload=Workload(
-            model=lambda: _tabular(
-                *_residuals(2), BatchNormed(), Residual(FeedForward(), OnePassNorm()), *_residuals(1)
-            ),
-            batch=_classes,
-            loss=_loss,
-            optimizer=_adam,
-        ),
-        culprits=("blocks.3.norm",),
-        breaks=BOTH,
-        what="A variance of about 1 is the difference of two numbers of about 3600.",
+    fault(
+        "one_pass_variance",
+        "blocks.3.norm",
+        BOTH,
+        "A variance of about 1 is the difference of two numbers of about 3600.",
+        model=lambda: tabular(*_residuals(2), BatchNormed(), Residual(FeedForward(), OnePassNorm()), *_residuals(1)),
+        batch=of_classes,
         quiet=True,
     ),
-    Fault(
-        name="hour_of_shift",
-        workload=Workload(
-            model=lambda: _tabular(
-                *_residuals(1), HourOfShift(), *_residuals(2), BatchNormed(), outputs=4, criterion=nn.MSELoss()
-            ),
-            batch=_worked_hours,
-            loss=_loss,
-            optimizer=_adam,
-        ),
-        culprits=("blocks.1",),
-        breaks=BF16,
-        what="Hours above 1024 are rounded to multiples of 8, the very period that is asked for.",
+    fault(
+        "hour_of_shift",
+        "blocks.1",
+        BF16,
+        "Hours above 1024 are rounded to multiples of 8, the very period that is asked for.",
+        model=lambda: regression(*_residuals(1), HourOfShift(), *_residuals(2), BatchNormed()),
+        batch=of_worked_hours,
         quiet=True,
     ),
-    Fault(
-        name="hash_by_product",
-        workload=Workload(
-            model=lambda: _tabular(
-                *_residuals(2), SignHash(), BatchNormed(), *_residuals(1), outputs=4, criterion=nn.MSELoss()
-            ),
-            batch=_hashed,
-            loss=_loss,
-            optimizer=_adamw,
-            batch_size=64,
-        ),
-        culprits=("blocks.2",),
-        breaks=BF16,
-        what="Hash codes of up to 2047 come from a product, which rounds them to 8 binary digits.",
+    fault(
+        "hash_by_product",
+        "blocks.2",
+        BF16,
+        "Hash codes of up to 2047 come from a product, which rounds them to 8 binary digits.",
+        model=lambda: regression(*_residuals(2), SignHash(), BatchNormed(), *_residuals(1)),
+        batch=_hashed,
+        optimizer=adamw,
+        batch_size=64,
         quiet=True,
     ),
-    Fault(
-        name="kelvin_loss",
-        workload=Workload(
-            model=lambda: _tabular(
-                *_residuals(2), BatchNormed(), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=KelvinLoss()
-            ),
-            batch=_temperatures,
-            loss=_loss,
-            optimizer=_adam,
+    fault(
+        "kelvin_loss",
+        "criterion",
+        BF16,
+        "The loss compares numbers around 300 that differ by less than one step of bf16.",
+        model=lambda: tabular(
+            *_residuals(2), BatchNormed(), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=KelvinLoss()
         ),
-        culprits=("criterion",),
-        breaks=BF16,
-        what="The loss compares numbers around 300 that differ by less than one step of bf16.",
+        batch=of_temperatures,
         quiet=True,
     ),
-    Fault(
-        name="two_overflows",
-        workload=Workload(model=_two_overflows, batch=_sentences, loss=_loss, optimizer=_adamw),
-        culprits=("blocks.1.branch", "blocks.4.branch.softmax"),
-        breaks=FP16,
-        what="A gated feed-forward overflows early, and a mask of -1e9 is multiplied by zeros late.",
+    fault(
+        "two_overflows",
+        "blocks.1.branch blocks.4.branch.softmax",
+        FP16,
+        "A gated feed-forward overflows early, and a mask of -1e9 is multiplied by zeros late.",
+        model=_two_overflows,
+        batch=of_sentences,
+        optimizer=adamw,
     ),
-    Fault(
-        name="two_quiet",
-        workload=Workload(model=_two_quiet, batch=_values, loss=_loss, optimizer=_adam),
-        culprits=("blocks.0.branch", "blocks.4.norm"),
-        breaks=BOTH,
-        what="A running sum stands still early, and a variance is lost in a difference late.",
+    fault(
+        "two_quiet",
+        "blocks.0.branch blocks.4.norm",
+        BOTH,
+        "A running sum stands still early, and a variance is lost in a difference late.",
+        model=_two_quiet,
+        batch=of_values,
         quiet=True,
     ),
 )

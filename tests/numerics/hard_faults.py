@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,26 +20,25 @@ from faults import (
     GatedFeedForward,
     HourOfShift,
     KelvinLoss,
+    MeanOfTokens,
     Pace,
     RadialBasis,
     Residual,
     Stack,
     Tokens,
+    fault,
+    fixed,
+    head_of,
     in_autocast_dtype,
+    of_classes,
+    of_sentences,
+    of_temperatures,
+    of_values,
+    of_worked_hours,
+    regression,
+    tabular,
 )
-from faults import _adam as adam
-from faults import _classes as classes
-from faults import _fixed as fixed
-from faults import _head as head
-from faults import _loss as loss
-from faults import _sentences as sentences
-from faults import _tabular as tabular
-from faults import _temperatures as temperatures
-from faults import _values as values
-from faults import _worked_hours as worked_hours
 from torch import Tensor, nn
-
-from amptune.workload.workload import Workload
 
 __all__ = ["HARD_FAULTS"]
 
@@ -47,7 +47,7 @@ SHIFTS = 8
 
 def _shifts(n: int) -> tuple[Tensor, ...]:
     """The target depends on the shift; only the table of a model's shifts can tell."""
-    x, target = values(n)
+    x, target = of_values(n)
     shift = torch.randint(SHIFTS, (n,))
     return x, shift, target / 2 + fixed(SHIFTS, target.shape[-1], seed=2)[shift]
 
@@ -166,38 +166,26 @@ class Scattered(nn.Module):
 
 
 def _shifted(block: nn.Module) -> nn.Module:
-    blocks = [Residual(FeedForward()), block, Residual(FeedForward()), Residual(FeedForward())]
-    return tabular(*blocks, outputs=4, criterion=nn.MSELoss())
+    return regression(Residual(FeedForward()), block, Residual(FeedForward()), Residual(FeedForward()))
 
 
-def _of_values(*blocks: nn.Module) -> nn.Module:
-    return tabular(Residual(FeedForward()), *blocks, Residual(FeedForward()), outputs=4, criterion=nn.MSELoss())
+def _among_values(*blocks: nn.Module) -> nn.Module:
+    return regression(Residual(FeedForward()), *blocks, Residual(FeedForward()))
 
 
-def _of_classes(*blocks: nn.Module) -> nn.Module:
+def _among_classes(*blocks: nn.Module) -> nn.Module:
     return tabular(Residual(FeedForward()), *blocks, Residual(FeedForward()))
 
 
 def _masked() -> nn.Module:
     blocks = [Residual(Attention()), Residual(Attention(FilledMask())), Residual(FeedForward())]
-
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean(1)
-
-    return Stack(stem=Tokens(), blocks=blocks, head=head(CLASSES, Mean()), criterion=nn.CrossEntropyLoss())
+    return Stack(stem=Tokens(), blocks=blocks, head=head_of(CLASSES, MeanOfTokens()), criterion=nn.CrossEntropyLoss())
 
 
 def _fault(
-    name: str, model: Callable[[], nn.Module], culprit: str, breaks: tuple[str, ...], what: str, batch: object = values
+    name: str, model: Callable[[], nn.Module], culprit: str, breaks: Any, what: str, batch: Any = of_values
 ) -> Fault:
-    return Fault(
-        name=name,
-        workload=Workload(model=model, batch=batch, loss=loss, optimizer=adam, batch_size=64),  # type: ignore[arg-type]
-        culprits=(culprit,),
-        breaks=breaks,  # type: ignore[arg-type]
-        what=what,
-    )
+    return fault(name, culprit, breaks, what, model=model, batch=batch, batch_size=64)
 
 
 HARD_FAULTS: tuple[Fault, ...] = (
@@ -247,18 +235,18 @@ HARD_FAULTS: tuple[Fault, ...] = (
         "blocks.1.branch",
         BF16,
         "Behind a gate of 0, hours above 1024 are rounded to multiples of 8.",
-        worked_hours,
+        of_worked_hours,
     ),
     _fault(
         "noisy_distances",
-        lambda: _of_values(Noise(torch.randn_like), RadialBasis()),
+        lambda: _among_values(Noise(torch.randn_like), RadialBasis()),
         "blocks.2",
         BOTH,
         "Distances are lost in differences, behind noise from torch's generator.",
     ),
     _fault(
         "noisy_steps",
-        lambda: _of_values(Noise(lambda x: torch.randn(x.shape, generator=OWN)), EulerSteps()),
+        lambda: _among_values(Noise(lambda x: torch.randn(x.shape, generator=OWN)), EulerSteps()),
         "blocks.2",
         BOTH,
         "A sum stands still, behind noise from a generator of the model's own.",
@@ -271,15 +259,15 @@ HARD_FAULTS: tuple[Fault, ...] = (
         "criterion",
         BF16,
         "The loss compares numbers around 300, with noise from numpy.",
-        temperatures,
+        of_temperatures,
     ),
     _fault(
         "checked_overflow",
-        lambda: _of_classes(Residual(CheckedFeedForward())),
+        lambda: _among_classes(Residual(CheckedFeedForward())),
         "blocks.1.branch",
         FP16,
         "The user's own check finds infinities.",
-        classes,
+        of_classes,
     ),
     _fault(
         "filled_mask",
@@ -287,14 +275,14 @@ HARD_FAULTS: tuple[Fault, ...] = (
         "blocks.1.branch.softmax",
         FP16,
         "A mask is filled with -1e9, which fp16 does not hold.",
-        sentences,
+        of_sentences,
     ),
     _fault(
         "scattered",
-        lambda: _of_classes(Scattered()),
+        lambda: _among_classes(Scattered()),
         "blocks.1.linear",
         BOTH,
         "An index assignment finds another dtype.",
-        classes,
+        of_classes,
     ),
 )

@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from faults import fixed
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
 
@@ -19,10 +20,6 @@ from amptune.workload.workload import Workload
 __all__ = ["HEALTHY"]
 
 CLASSES = 6
-
-
-def _fixed(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _classification(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -51,12 +48,12 @@ def _sgd(model: nn.Module, lr: float = 0.02) -> torch.optim.Optimizer:
 def _pictures(n: int) -> tuple[Tensor, Tensor]:
     tint = torch.randn(n, 3)
     x = torch.randn(n, 3, 12, 12) + 2 * tint[:, :, None, None]
-    return x, (tint @ _fixed(3, CLASSES)).argmax(-1)
+    return x, (tint @ fixed(3, CLASSES)).argmax(-1)
 
 
 def _features(n: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(n, 20)
-    return x, (torch.tanh(x @ _fixed(20, 8) / 2) @ _fixed(8, CLASSES, seed=1)).argmax(-1)
+    return x, (torch.tanh(x @ fixed(20, 8) / 2) @ fixed(8, CLASSES, seed=1)).argmax(-1)
 
 
 # --- a perceptron ------------------------------------------------------------------------------------------------
@@ -134,7 +131,7 @@ class Encoder(nn.Module):
 
 def _sentences(n: int) -> tuple[Tensor, Tensor]:
     ids = torch.randint(VOCABULARY, (n, LENGTH))
-    return ids, _fixed(VOCABULARY, CLASSES)[ids].mean(1).argmax(-1)
+    return ids, fixed(VOCABULARY, CLASSES)[ids].mean(1).argmax(-1)
 
 
 class CausalBlock(nn.Module):
@@ -206,7 +203,7 @@ class Recurrent(nn.Module):
 
 def _series(n: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(n, 16, 4)
-    return x, (x[:, -6:].mean(1) @ _fixed(4, 3)).argmax(-1)
+    return x, (x[:, -6:].mean(1) @ fixed(4, 3)).argmax(-1)
 
 
 # --- convolutions in groups --------------------------------------------------------------------------------------
@@ -257,7 +254,7 @@ def _evidence(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _low_rank(n: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(n, 4) @ _fixed(4, 48) / 4, "noise": torch.randn(n, 6)}
+    return {"x": torch.randn(n, 4) @ fixed(4, 48) / 4, "noise": torch.randn(n, 6)}
 
 
 # --- bags of words, over a frozen backbone -----------------------------------------------------------------------
@@ -280,7 +277,7 @@ class Bags(nn.Module):
 
 def _baskets(n: int) -> tuple[Tensor, Tensor]:
     ids = torch.randint(200, (n, 10))
-    prices = _fixed(200, 1) + 2
+    prices = fixed(200, 1) + 2
     return ids, prices[ids].mean(1)
 
 
@@ -306,8 +303,8 @@ class UNet(nn.Module):
 @cache
 def _the_same_blobs(n: int) -> tuple[Tensor, Tensor]:
     """Smooth pictures in noise, the same at each call."""
-    smooth = F.interpolate(_fixed(n, 1, 4, 4), scale_factor=4.0, mode="bilinear", align_corners=False)
-    return smooth + 0.3 * _fixed(n, 1, 16, 16, seed=1), (smooth > 0).float()
+    smooth = F.interpolate(fixed(n, 1, 4, 4), scale_factor=4.0, mode="bilinear", align_corners=False)
+    return smooth + 0.3 * fixed(n, 1, 16, 16, seed=1), (smooth > 0).float()
 
 
 def _segmentation(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from alike import trained_alike
-from benches import CPU, QUICK, measured, workload_of
+from benches import CPU, QUICK, Growing, Remembering, measured, step_of, workload_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from amptune import Policy
@@ -31,28 +34,69 @@ class Pair:
     name: str = "not a tensor"
 
 
-def test_weights_buffers_and_random_state_are_restored() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
-    bench = Bench(workload_of(model), CPU)
-    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    first, second = measured(bench), measured(bench)
-    assert trained_alike(first, second)
-    bench._restore()
-    assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
+def image_of(value: object) -> object:
+    """A value that is equal for equal tensors, containers and modules with all their attributes."""
+    match value:
+        case torch.Tensor():
+            return str(value.dtype), value.tolist()
+        case nn.Module():
+            return {name: image_of(part) for name, part in vars(value).items() if "hooks" not in name}
+        case dict():
+            return {name: image_of(part) for name, part in value.items()}
+        case list() | tuple() | deque():
+            return [image_of(part) for part in value]
+        case _:
+            return repr(value)
 
 
-@pytest.mark.parametrize("masters", [False, True])
-def test_half_weights_are_restored_to_what_they_were_in_fp32(masters: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    bench = Bench(workload_of(model), CPU)
-    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    policy = Policy(weights="half", master_weights=masters, keep_batchnorm_fp32=True)
-    first, stock, second = measured(bench, policy), measured(bench), measured(bench, policy)
+PIECES: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, 8),
+    "norm": lambda: nn.BatchNorm1d(8),
+    "in eval mode": lambda: nn.BatchNorm1d(8).eval(),
+    "dropout": lambda: nn.Dropout(0.5),
+    "lazy": lambda: nn.LazyLinear(8),
+    "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
+    "attributes": Remembering,
+    "buffers": Growing,
+}
+OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
+    lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    lambda weights: torch.optim.Adam(weights, lr=1e-3),
+)
+HALF = Policy(weights="half", keep_batchnorm_fp32=True)
+POLICIES = (STOCK, amp_recipe("bf16"), HALF, replace(HALF, master_weights=True))
+GLANCE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
+
+
+@given(
+    st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=4),
+    st.sampled_from(OPTIMIZERS),
+    st.sampled_from(POLICIES),
+)
+@settings(max_examples=20)
+def test_a_trial_leaves_the_model_bit_for_bit_as_it_was_and_the_next_trains_alike(
+    pieces: list[str], optimizer: Callable[..., torch.optim.Optimizer], policy: Policy
+) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(PIECES[name]() for name in pieces), nn.Linear(8, 1))
+
+    bench = Bench(workload_of(build, optimizer=lambda model: optimizer(model.parameters())), CPU)
+    before = image_of(bench.model)
+    first, stock, second = (bench.measure(one, GLANCE) for one in (policy, STOCK, policy))
+    assert isinstance(first, Measurement), first
+    assert isinstance(stock, Measurement), stock
+    assert isinstance(second, Measurement), second
     assert trained_alike(first, second)
-    assert not trained_alike(first, stock)
-    bench._restore()
-    assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert trained_alike(first, stock) == (policy == STOCK)
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in bench.model.modules())
+    with bench.on_device(STOCK) as (_, stepper):
+        assert image_of(bench.model) == before
+        stepper()
+        bench.restart()
+        for parameter in bench.model.parameters():
+            parameter.grad = None
+        assert image_of(bench.model) == before
 
 
 def test_training_begun_anew_under_half_weights_begins_with_the_same_masters() -> None:
@@ -87,44 +131,6 @@ def test_a_policy_leaves_no_trace_on_the_model() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class Remembering(nn.Linear):
-    """Keeps state in plain attributes, as target networks that are copied at times and replay buffers do."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 3)
-        self.calls = 0
-        self.hidden: torch.Tensor | None = None
-        self.replay: deque[torch.Tensor | None] = deque([None], maxlen=4)
-        self.best, self.mean = {"loss": 9.0}, torch.zeros(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        self.calls += 1
-        self.hidden = hidden = y.detach()
-        self.replay.append(hidden)
-        self.best["loss"] = self.best[str(self.calls)] = 1.0
-        self.mean += hidden.mean(0)
-        return y
-
-    def state(self) -> object:
-        return self.calls, self.hidden, list(self.replay), self.best, self.mean.tolist()
-
-
-def test_state_in_plain_attributes_is_restored() -> None:
-    bench = Bench(workload_of(Remembering), CPU)
-    model = bench.model
-    assert isinstance(model, Remembering)
-    replay = model.replay
-    measured(bench)
-    assert model.calls > 0
-    with bench.on_device(STOCK) as (_, stepper):
-        assert model.state() == (0, None, [None], {"loss": 9.0}, [0.0] * 3)
-        stepper()
-        bench.restart()
-        assert model.state() == (0, None, [None], {"loss": 9.0}, [0.0] * 3)
-        assert model.replay is replay
-
-
 class Moving(nn.Linear):
     """Moves a tensor by itself, which is no buffer, with what holds it and says where it is."""
 
@@ -146,38 +152,29 @@ def test_what_a_model_moved_by_itself_stays_where_it_is() -> None:
         assert {model.table.device.type, model.tables[0].device.type, model.where} == {"meta"}
 
 
-def test_a_buffer_made_while_training_is_gone_in_the_next_trial() -> None:
-    class Growing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not hasattr(self, "seen"):
-                self.register_buffer("seen", torch.zeros(1))
-            result: torch.Tensor = self.linear(x)
-            return result
-
-    bench = Bench(workload_of(Growing), CPU)
-    assert trained_alike(measured(bench), measured(bench))
-
-
-def test_lazy_modules_get_their_shapes() -> None:
-    bench = Bench(workload_of(lambda: nn.Sequential(nn.LazyLinear(3))), CPU)
-    assert trained_alike(measured(bench), measured(bench))
-
-
 def test_lazy_modules_with_a_step_of_their_own_are_a_clear_error() -> None:
     with pytest.raises(TargetError, match=r"run one forward pass in model\(\)"):
         Bench(workload_of(nn.LazyLinear(3), loss=None, step=lambda *_: None), CPU)
 
 
-def test_a_trial_in_which_nothing_is_recorded_says_nothing_of_cuda_graphs() -> None:
-    bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
-    outcome = bench.measure(Policy(cuda_graphs=True), QUICK)
+@pytest.mark.parametrize(
+    ("parts", "policy", "kind", "words"),
+    [
+        ({}, Policy(cuda_graphs=True), "unsupported", "nothing is recorded as a CUDA graph"),
+        ({"batch": lambda _: torch.randn(4, 8)}, Policy(batch_size=64), "error", "same shapes as batch(4)"),
+        ({"loss": lambda m, b: m(b).float().square().sum() * 1e30}, amp_recipe("fp16"), "nonfinite", ""),
+        ({"optimizer": lambda _: None}, STOCK, "error", "optimizer(model) returned NoneType"),
+        ({"loss": lambda *_: 3.0}, STOCK, "error", "loss returned float, not a scalar tensor"),
+        ({"loss": lambda model, batch: model(batch)}, STOCK, "error", "loss returned a tensor of shape (4, 3)"),
+    ],
+)
+def test_a_trial_that_cannot_be_says_why(parts: dict[str, Any], policy: Policy, kind: str, words: str) -> None:
+    bench = Bench(workload_of(nn.Linear(8, 3), **parts), CPU)
+    bench.measure(STOCK, QUICK)  # with the usual batches
+    outcome = bench.measure(policy, QUICK)
     assert isinstance(outcome, Failure)
-    assert outcome.kind == "unsupported"
-    assert "nothing is recorded as a CUDA graph" in outcome.message
+    assert outcome.kind == kind
+    assert words in outcome.message
 
 
 def test_batches_may_be_dataclasses_and_constant() -> None:
@@ -190,37 +187,15 @@ def test_batches_may_be_dataclasses_and_constant() -> None:
     assert measured(Bench(workload, CPU)).losses[0] > 0
 
 
-def test_a_batch_that_does_not_grow_with_what_is_asked_for_is_the_users_mistake() -> None:
-    bench = Bench(workload_of(nn.Linear(8, 3), batch=lambda _: torch.randn(4, 8)), CPU)
-    measured(bench)
-    outcome = bench.measure(Policy(batch_size=64), QUICK)
-    assert isinstance(outcome, Failure)
-    assert "batch(64) gives tensors of the same shapes as batch(4)" in outcome.message
-
-
 def test_a_step_of_the_users_own_takes_one_batch_whatever_is_accumulated() -> None:
-    def step(_tuned: object, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
-        optimizer.step()
-        return loss
-
+    step = step_of("backward step zero")
     policy = Policy(accumulate=3)
     assert measured(Bench(workload_of(nn.Linear(8, 2), loss=None, step=step), CPU), policy).samples_per_step == 4
     assert measured(Bench(workload_of(nn.Linear(8, 2)), CPU), policy).samples_per_step == 12
 
 
-def test_the_gradient_norm_is_that_of_the_first_step_unscaled() -> None:
-    # Small enough that no gradient overflows at the first loss scale, 65,536.
-    small = workload_of(nn.Linear(8, 3), loss=lambda model, batch: model(batch).float().square().mean() / 16)
-    bench = Bench(small, CPU)
-    plain, scaled = measured(bench), measured(bench, amp_recipe("fp16"))
-    assert plain.gradient_norm is not None
-    assert scaled.gradient_norm == pytest.approx(plain.gradient_norm, rel=0.01)
-
-
 @pytest.mark.parametrize("policy", [STOCK, amp_recipe("fp16")], ids=str)
-def test_gradients_are_clipped_when_they_are_unscaled(policy: Policy) -> None:
+def test_gradients_are_clipped_when_they_are_unscaled_and_their_norm_told_as_it_was(policy: Policy) -> None:
     norms: list[float] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -235,17 +210,13 @@ def test_gradients_are_clipped_when_they_are_unscaled(policy: Policy) -> None:
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).float().square().mean() / 16  # type: ignore[no-any-return]  # small: none overflows
 
-    outcome = measured(Bench(workload_of(nn.Linear(8, 3), optimizer=optimizer, loss=loss, clip=1e-3), CPU), policy)
+    model = nn.Linear(8, 3)
+    outcome = measured(Bench(workload_of(model, optimizer=optimizer, loss=loss, clip=1e-3), CPU), policy)
     assert norms == pytest.approx([1e-3] * len(norms), rel=0.01)
-    assert outcome.gradient_norm is not None
-    assert outcome.gradient_norm > 1e-2  # as the model has it
-
-
-def test_fp16_whose_every_step_overflows_is_not_finite() -> None:
-    workload = workload_of(nn.Linear(8, 3), loss=lambda model, batch: model(batch).float().square().sum() * 1e30)
-    outcome = Bench(workload, CPU).measure(amp_recipe("fp16"), QUICK)
-    assert not isinstance(outcome, Measurement)
-    assert outcome.kind == "nonfinite"
+    plain = measured(Bench(workload_of(model, loss=loss), CPU)).gradient_norm
+    assert plain is not None
+    assert outcome.gradient_norm == pytest.approx(plain, rel=0.01)  # as the model has it in the first step
+    assert plain > 1e-2
 
 
 def test_inspection_counts_what_the_leaves_compute() -> None:
@@ -259,21 +230,9 @@ def test_inspection_counts_what_the_leaves_compute() -> None:
     assert subject.convolution_dims == {2}
 
 
-class Resizing(nn.Linear):
-    largest: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__(8, 3)
-        self.register_buffer("largest", torch.zeros(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.largest.resize_(3).fill_(1.0)
-        return super().forward(x)
-
-
 def test_the_digest_is_that_of_the_model_before_it_trains() -> None:
-    subject = inspect_model(Bench(workload_of(Resizing), CPU), "digest")
-    assert subject.model_digest == model_digest(Resizing())
+    subject = inspect_model(Bench(workload_of(Growing), CPU), "digest")
+    assert subject.model_digest == model_digest(Growing())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not in this step"), SystemExit("not in this step")])
@@ -327,86 +286,40 @@ def test_running_out_of_device_memory_is_typed_and_survived() -> None:
 
 
 def test_batches_changed_in_place_do_not_leak_into_the_next_trial() -> None:
-    def scale_in_place(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch.mul_(0.9)).square().mean()
-        return loss
-
-    bench = Bench(workload_of(nn.Linear(8, 2), loss=scale_in_place), CPU)
-    first = bench.measure(STOCK, Effort(warmup_s=0.0, measure_s=0.0, min_steps=1))
-    second = bench.measure(STOCK, Effort(warmup_s=0.0, measure_s=0.0, min_steps=1))
-    assert isinstance(first, Measurement)
-    assert isinstance(second, Measurement)
-    assert trained_alike(first, second)
+    bench = Bench(workload_of(nn.Linear(8, 2), loss=lambda model, batch: model(batch.mul_(0.9)).square().mean()), CPU)
+    assert trained_alike(measured(bench), measured(bench))
 
 
 def test_a_block_begins_with_batches_and_random_numbers_that_its_warm_up_did_not_see() -> None:
     """What a policy pays for each new batch, as a graph of its own, it pays in the block too."""
-    seen: set[tuple[float, float]] = set()
-    costs: list[float] = []
+    seen: list[tuple[float, float]] = []
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        key = float(batch.sum()), float(torch.rand(()))
-        costs.append(0.0 if key in seen else 0.005)
-        seen.add(key)
-        time.sleep(costs[-1])
+        seen.append((float(batch.sum()), float(torch.rand(()))))
         found: torch.Tensor = model(batch).square().mean()
         return found
 
     bench = Bench(workload_of(nn.Linear(8, 2), loss=loss), CPU)
-    once = Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8, beside_compiling=True)  # busy machine or not
-    outcome = bench.measure(STOCK, once)
-    assert isinstance(outcome, Measurement)
-    assert min(outcome.step_ms[:8]) >= 5.0
-    again = bench.measure(STOCK, Effort(warmup_s=0.1, measure_s=0.0, min_steps=8, max_steps=8))
-    assert isinstance(again, Measurement)
-    assert costs[-8:] == [0.0] * 8, "all policies are timed on the same batches, with the same random numbers"
-
-
-def test_a_module_the_user_put_in_eval_mode_stays_there() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval())
-    bench = Bench(workload_of(model), CPU)
-    mean = model.state_dict()["1.running_mean"].clone()
-    with bench.on_device(STOCK) as (_, stepper):
-        stepper()
-        assert torch.equal(model.state_dict()["1.running_mean"], mean)
+    for _ in range(2):  # busy machine or not: no block is repeated
+        bench.measure(STOCK, Effort(warmup_s=0.01, measure_s=0.0, min_steps=8, max_steps=8, beside_compiling=True))
+    half = len(seen) // 2
+    block = seen[-8:]
+    assert len(set(block)) == 8
+    assert seen.index(block[0]) < half, "all policies are timed on the same batches, with the same random numbers"
+    first = seen.index(block[0])
+    assert not set(block) & set(seen[:first]), "and the warm-up saw others"
 
 
 def test_batches_without_a_visible_tensor_may_have_other_sizes() -> None:
-    class Data:
-        def __init__(self, n: int) -> None:
-            self.x = torch.randn(n, 8)
+    def batch(n: int) -> object:
+        rows = torch.randn(n, 8)
+        return lambda: rows
 
-    workload = workload_of(nn.Linear(8, 2), batch=Data, loss=lambda model, batch: model(batch.x).square().mean())
-    bench = Bench(workload, CPU)
+    bench = Bench(workload_of(nn.Linear(8, 2), batch=batch, loss=lambda model, batch: model(batch()).mean()), CPU)
     assert measured(bench).losses
     assert measured(bench, Policy(batch_size=8)).losses
-
-
-def test_an_expanded_buffer_is_no_obstacle() -> None:
-    class Expanded(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(8, 2)
-            self.register_buffer("mask", torch.ones(1).expand(8))
-
-    assert measured(Bench(workload_of(Expanded), CPU)).losses
 
 
 def test_a_model_that_is_compiled_already_is_refused() -> None:
     with pytest.raises(TargetError, match=r"model\(\) returned a compiled model: give it before torch\.compile"):
         Bench(workload_of(lambda: torch.compile(nn.Linear(8, 2), backend="eager")), CPU)  # type: ignore[arg-type,return-value]
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "words"),
-    [
-        ("optimizer", lambda _: None, "optimizer(model) returned NoneType"),
-        ("loss", lambda *_: 3.0, "loss returned float, not a scalar tensor"),
-        ("loss", lambda model, batch: model(batch), "loss returned a tensor of shape (4, 2)"),
-    ],
-)
-def test_a_part_that_returns_the_wrong_thing_is_named(part: str, value: object, words: str) -> None:
-    workload = workload_of(nn.Linear(8, 2), **{part: value})  # type: ignore[arg-type]  # the mistake under test
-    outcome = Bench(workload, CPU).measure(STOCK, QUICK)
-    assert not isinstance(outcome, Measurement)
-    assert words in outcome.message
-    assert outcome.exception == "TargetError"

@@ -30,11 +30,6 @@ def tasks_in(folder: Path, **threads: str | None) -> Path:
     return folder
 
 
-def waited(tasks: Path) -> dict[int, float] | None:
-    reading = read_run_delays(tasks)
-    return None if reading is None else dict(reading.waited_s)
-
-
 def delays(at_s: float, **threads: float) -> RunDelays:
     return RunDelays(waited_s=tuple((ord(name), seconds) for name, seconds in threads.items()), at_s=at_s)
 
@@ -42,78 +37,47 @@ def delays(at_s: float, **threads: float) -> RunDelays:
 # Reading.
 
 
-def test_the_second_field_of_each_thread_is_its_waiting_time_in_ns(tmp_path: Path) -> None:
-    tasks = tasks_in(tmp_path, t17="9000000000 1500000000 42\n", t18="1000 0 7\n")
-    assert waited(tasks) == {17: 1.5, 18: 0.0}
-
-
-def test_the_moment_of_a_reading_is_on_a_monotonic_clock(tmp_path: Path) -> None:
-    tasks, before_s = tasks_in(tmp_path, t17="1 2 3"), time.monotonic()
-    reading = read_run_delays(tasks)
-    assert reading is not None
-    assert before_s <= reading.at_s <= time.monotonic()
-
-
-@pytest.mark.parametrize("ended", [None, ""])
-def test_a_thread_that_ends_during_the_reading_is_left_out(tmp_path: Path, ended: str | None) -> None:
-    assert waited(tasks_in(tmp_path, t17="9 2000000000 3", t18=ended)) == {17: 2.0}
-
-
-def test_a_system_without_the_files_counts_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("threads", "waiting"),
+    [
+        ({"t17": "9000000000 1500000000 42\n", "t18": "1000 0 7\n"}, {17: 1.5, 18: 0.0}),  # the second field, in ns
+        ({"t17": "9 2000000000 3", "t18": None}, {17: 2.0}),  # a thread that ends meanwhile
+        ({"t17": "9 2000000000 3", "t18": ""}, {17: 2.0}),
+        ({"t17": "9000 0 3\n"}, {17: 0.0}),  # a counter that stands still beside counted work
+        ({"t17": "0 0 0\n", "t18": "0 0 0\n"}, None),  # the kernel does not count
+        ({"t17": None}, None),  # a system without the files
+    ],
+)
+def test_the_waiting_times_of_all_threads_are_read(
+    tmp_path: Path, threads: dict[str, str | None], waiting: dict[int, float] | None
+) -> None:
+    before_s, reading = time.monotonic(), read_run_delays(tasks_in(tmp_path, **threads))
+    assert (None if reading is None else dict(reading.waited_s)) == waiting
+    assert reading is None or before_s <= reading.at_s <= time.monotonic()
     assert read_run_delays(tmp_path / "missing") is None
-    assert read_run_delays(tasks_in(tmp_path, t17=None)) is None
-
-
-def test_zeros_alone_mean_that_the_kernel_does_not_count(tmp_path: Path) -> None:
-    assert read_run_delays(tasks_in(tmp_path, t17="0 0 0\n", t18="0 0 0\n")) is None
-
-
-def test_a_counter_that_stands_still_beside_counted_work_is_no_delay(tmp_path: Path) -> None:
-    assert waited(tasks_in(tmp_path, t17="9000 0 3\n")) == {17: 0.0}
 
 
 # The delay between two readings.
 
 
-def test_the_delay_is_that_of_the_thread_that_waited_longest() -> None:
-    assert host_delay(delays(1.0, a=5.0, b=7.0), delays(3.0, a=5.2, b=7.6)) == pytest.approx(0.3)
-
-
-def test_many_threads_that_waited_a_little_are_no_long_delay() -> None:
-    """On a quiet machine of many cores the sum over threads is large."""
-    before, after = (RunDelays(waited_s=tuple((n, s) for n in range(128)), at_s=s * 100) for s in (0.01, 0.02))
-    assert host_delay(before, after) == pytest.approx(0.01)
-
-
-def test_a_thread_that_ended_does_not_hide_the_delay_of_another() -> None:
-    assert host_delay(delays(1.0, a=5.0, b=90.0), delays(2.0, a=5.4)) == pytest.approx(0.4)
-
-
-def test_without_threads_there_is_no_delay() -> None:
-    assert host_delay(delays(1.0), delays(2.0)) == 0.0
-
-
-def test_a_thread_that_began_between_the_readings_counts() -> None:
-    assert host_delay(delays(1.0, a=5.0), delays(2.0, a=5.0, b=0.4)) == pytest.approx(0.4)
-
-
-def test_a_new_thread_with_the_id_of_an_ended_one_has_no_negative_delay() -> None:
-    assert host_delay(delays(1.0, a=5.0), delays(2.0, a=0.1)) == 0.0
-
-
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "delay"),
     [
-        (None, delays(2.0, a=1.0)),
-        (delays(1.0, a=1.0), None),
-        (None, None),
-        (delays(2.0, a=1.0), delays(2.0, a=1.0)),
+        (delays(1.0, a=5.0, b=7.0), delays(3.0, a=5.2, b=7.6), 0.3),  # of the thread that waited longest
+        (delays(1.0, a=5.0, b=90.0), delays(2.0, a=5.4), 0.4),  # another has ended
+        (delays(1.0, a=5.0), delays(2.0, a=5.0, b=0.4), 0.4),  # it began between the readings
+        (delays(1.0, a=5.0), delays(2.0, a=0.1), 0.0),  # a new thread with the id of an ended one
+        (delays(1.0), delays(2.0), 0.0),
+        (None, delays(2.0, a=1.0), None),
+        (delays(1.0, a=1.0), None, None),
+        (delays(2.0, a=1.0), delays(2.0, a=1.0), None),  # no time between them
     ],
 )
-def test_without_two_readings_at_different_times_the_delay_is_unknown(
-    before: RunDelays | None, after: RunDelays | None
+def test_the_delay_is_that_of_the_thread_that_waited_longest(
+    before: RunDelays | None, after: RunDelays | None, delay: float | None
 ) -> None:
-    assert host_delay(before, after) is None
+    found = host_delay(before, after)
+    assert found == (None if delay is None else pytest.approx(delay))
 
 
 # This machine.
@@ -141,14 +105,10 @@ def own_waiting_ns() -> int:
     return int(file.read_text().split()[1]) if file.exists() else 0
 
 
-def works_until_delayed(limit_s: float = 5.0) -> bool:
+def works_until_delayed(rounds: int = 10_000) -> bool:
     """Works until this thread has waited for a CPU; False if the kernel never says so."""
-    begin_ns, end_s = own_waiting_ns(), time.monotonic() + limit_s
-    while time.monotonic() < end_s:
-        sum(range(100_000))
-        if own_waiting_ns() > begin_ns:
-            return True
-    return False
+    begin_ns = own_waiting_ns()
+    return any(own_waiting_ns() > begin_ns or sum(range(100_000)) < 0 for _ in range(rounds))
 
 
 @ON_LINUX

@@ -64,43 +64,38 @@ def test_a_step_with_two_optimizers_is_measured_and_trains_both_parts(policy: Po
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_a_step_gets_its_optimizers_as_they_were_returned(kind: Callable[[Any], Any]) -> None:
+def test_a_step_gets_its_optimizers_as_they_were_returned_and_each_is_fused(kind: Callable[[Any], Any]) -> None:
     seen: list[Any] = []
 
     def looking(tuned: Tuned, model: nn.Module, optimizers: Any, batch: torch.Tensor) -> torch.Tensor:
         seen.append((type(optimizers), [type(one) for one in optimizers]))
         return step(tuned, model, optimizers, batch)
 
-    measured(Bench(gan(step=looking, optimizer=lambda model: kind(optimizers_of(model))), CPU))
-    assert seen[0] == (kind, [torch.optim.Adam, torch.optim.SGD])
-
-
-def test_every_optimizer_is_fused_and_inspected() -> None:
-    bench = Bench(gan(), CPU)
+    bench = Bench(gan(step=looking, optimizer=lambda model: kind(optimizers_of(model))), CPU)
     assert inspect_model(bench, "digest").fusable
     with bench.on_device(Policy(fused_optimizer=True)) as (_, stepper):
+        stepper()
         assert [one.param_groups[0]["fused"] for one in stepper.optimizers] == [True, True]
+    assert set(map(str, seen)) == {str((kind, [torch.optim.Adam, torch.optim.SGD]))}
 
 
-def test_an_optimizer_of_another_model_is_an_error_beside_one_of_the_models_own() -> None:
-    other = Gan()
-    with pytest.raises(TargetError, match="holds 4 parameters, and none is the model's"):
-        inspect_model(
-            Bench(gan(optimizer=lambda model: (optimizers_of(model)[0], optimizers_of(other)[1])), CPU), "digest"
-        )
-
-
-def test_several_optimizers_need_a_step() -> None:
-    with pytest.raises(TargetError, match=r"returned 2 optimizers, and amptune's own step has one.*step\("):
-        inspect_model(Bench(gan(step=None, loss=lambda model, x: model.critic(x).mean()), CPU), "digest")
+def with_foreign(model: nn.Module) -> Optimizers:
+    return optimizers_of(model)[0], optimizers_of(Gan())[1]
 
 
 @pytest.mark.parametrize(
-    ("built", "words"), [((1,), "tuple of int"), ([], "list of nothing"), (None, "NoneType")], ids=str
+    ("parts", "words"),
+    [
+        ({"optimizer": with_foreign}, "holds 4 parameters, and none is the model's"),
+        ({"step": None, "loss": lambda model, x: model.critic(x).mean()}, r"returned 2 optimizers, .* has one.*step\("),
+        ({"optimizer": lambda _: (1,)}, r"optimizer\(model\) returned tuple of int, not a torch.optim.Optimizer, or a"),
+        ({"optimizer": lambda _: []}, r"optimizer\(model\) returned list of nothing"),
+        ({"optimizer": lambda _: None}, r"optimizer\(model\) returned NoneType"),
+    ],
 )
-def test_what_is_no_optimizer_is_an_error(built: Any, words: str) -> None:
-    with pytest.raises(TargetError, match=rf"optimizer\(model\) returned {words}, not a torch.optim.Optimizer, or a"):
-        inspect_model(Bench(gan(optimizer=lambda _: built), CPU), "digest")
+def test_what_is_not_the_models_optimizers_is_an_error(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(TargetError, match=words):
+        inspect_model(Bench(gan(**parts), CPU), "digest")
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from benches import CPU, workload_of
+from benches import CPU, step_of, workload_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,48 +54,32 @@ def test_what_holds_n_samples_in_another_way_passes(batch: Any) -> None:
     check(of(batch=batch, loss=lambda model, x: model(x[0] if isinstance(x, tuple) else x).square().mean()))
 
 
-def test_an_optimizer_over_another_models_parameters_is_an_error() -> None:
+def test_an_optimizer_or_a_loss_of_another_model_is_an_error() -> None:
     other = net()
     with pytest.raises(TargetError, match="holds 2 parameters, and none is the model's"):
         check(of(optimizer=lambda _: torch.optim.SGD(other.parameters(), lr=0.1)))
-
-
-def test_a_loss_of_another_model_is_an_error() -> None:
-    other = net()
     with pytest.raises(TargetError, match="no gradient reaches the optimizer's parameters"):
         check(of(loss=lambda _, batch: other(batch).square().mean()))
 
 
-def stepping(every: int | None) -> Any:
-    calls = []
+def stepping(every: int) -> Any:
+    calls: list[int] = []
 
-    def step(tuned: Any, model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).square().mean()
-        tuned.scaler.scale(loss).backward()
+    def step(*given: Any) -> torch.Tensor:
         calls.append(1)
-        if every is not None and len(calls) % every == 0:
-            tuned.scaler.step(optimizer)
-            optimizer.zero_grad()
-        return loss
+        return step_of("backward scaler-step zero" if len(calls) % every == 0 else "backward")(*given)
 
     return step
 
 
-def test_a_step_that_never_steps_is_an_error_and_one_that_accumulates_is_not() -> None:
+def test_a_step_that_never_steps_is_an_error_and_one_that_accumulates_or_has_an_own_optimizer_is_not() -> None:
+    def step(tuned: Any, model: Any, _: Any, batch: Any) -> torch.Tensor:
+        return step_of("backward step zero")(tuned, model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
+
     check(of(loss=None, step=stepping(4)))
-    with pytest.raises(TargetError, match="neither did the optimizer step nor a weight change"):
-        check(of(loss=None, step=stepping(None)))
-
-
-def test_a_step_with_an_optimizer_of_its_own_trains_too() -> None:
-    def step(_: Any, model: Any, __: Any, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).square().mean()
-        own = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss.backward()  # type: ignore[no-untyped-call]
-        own.step()
-        return loss
-
     check(of(loss=None, step=step))
+    with pytest.raises(TargetError, match="neither did the optimizer step nor a weight change"):
+        check(of(loss=None, step=step_of("backward")))
 
 
 def test_an_empty_loader_and_one_that_raises_and_one_of_another_size_are_errors() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from benches import require_lstm_in_bf16
+from benches import CPU, Called, require_lstm_in_bf16
+from benches import workload_of as any_workload
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,31 +20,26 @@ from amptune.measure.modules.sensitivity_pass import sense
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity
 from amptune.policy.settings import STOCK
 
-CPU = torch.device("cpu")
 BOTH: tuple[Half, ...] = ("bf16", "fp16")
+Model = nn.Module | Callable[[], nn.Module]
+IDS = {"batch": lambda n: torch.randint(10, (n, 3))}
 
 
-def workload_of(model: nn.Module | Callable[[], nn.Module], shape: tuple[int, ...] = (8,), **more: object) -> Workload:
-    parts: dict[str, object] = {
-        "model": (lambda: model) if isinstance(model, nn.Module) else model,
-        "batch": lambda n: torch.randn(n, *shape),
+def workload_of(model: Model, shape: tuple[int, ...] = (8,), **more: object) -> Workload:
+    usual = {
         "loss": lambda model, batch: model(batch).float().square().mean(),
         "optimizer": lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        "batch_size": 4,
     }
-    return Workload(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
+    return any_workload(model, shape, **usual | more)
 
 
-def sensed(
-    model: nn.Module | Callable[[], nn.Module],
-    shape: tuple[int, ...] = (8,),
-    dtypes: tuple[Half, ...] = BOTH,
-    **more: object,
-) -> Sensitivity:
+def sensed(model: Model, shape: tuple[int, ...] = (8,), dtypes: tuple[Half, ...] = BOTH, **more: object) -> Sensitivity:
     return sense(Bench(workload_of(model, shape, **more), CPU), STOCK, dtypes)
 
 
 def modules_of(found: Sensitivity) -> dict[str, ModuleSensitivity]:
+    """All modules of a model in which none is left out."""
+    assert found.left_out == {}
     return {module.path: module for module in found.modules}
 
 
@@ -53,13 +49,9 @@ def modules_of(found: Sensitivity) -> dict[str, ModuleSensitivity]:
 def test_every_module_without_children_is_looked_at_in_the_order_of_the_calls() -> None:
     found = sensed(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.LayerNorm(4)))
     assert list(modules_of(found)) == ["0", "1.0", "1.1", "2"]
-    assert found.left_out == {}
     assert all(module.calls == 1 and set(module.half_ms) == set(BOTH) for module in found.modules)
     assert found.step_ms > 0
     assert found.cast_ms_per_byte > 0
-
-
-def test_a_model_that_is_one_module_has_no_path() -> None:
     assert list(modules_of(sensed(nn.Linear(8, 2)))) == [""]
 
 
@@ -68,9 +60,8 @@ class Repeating(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear, self.single = nn.Linear(8, 8), nn.Linear(8, 8)
         self.again = self.linear
-        self.single = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.single(self.linear(torch.tanh(self.again(torch.tanh(self.linear(x))))))
@@ -96,85 +87,63 @@ class Two:
 
 
 class Splitting(nn.Module):
-    """Takes its input by name, and gives back more than is used; `first` says where in it that stands."""
+    """Takes its input by name, and gives back more than is used, in a structure of the user's."""
 
-    def __init__(self, *, first: bool, structured: bool) -> None:
+    def __init__(self, packed: Callable[..., Any]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-        self.first = first
-        self.structured = structured
+        self.weight, self.packed = nn.Parameter(torch.randn(8, 8)), packed
 
     def forward(self, *, x: torch.Tensor) -> Any:
-        used, unused = x @ self.weight, (x * 100) @ self.weight
-        if self.structured:
-            return Two(used, unused) if self.first else Two(unused, used)
-        return (used, unused) if self.first else [unused, used]
+        return self.packed(x @ self.weight, (x * 100) @ self.weight)
 
 
 class UsesOne(nn.Module):
-    def __init__(self, splitting: Splitting) -> None:
+    def __init__(self, several: nn.Module, used: Callable[[Any], torch.Tensor]) -> None:
         super().__init__()
-        self.splitting = splitting
+        self.several, self.used = several, used
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.splitting(x=x)
-        pair = (out.used, out.unused) if isinstance(out, Two) else tuple(out)
-        chosen: torch.Tensor = pair[0] if self.splitting.first else pair[1]
-        return chosen
+        return self.used(self.several(x=x) if isinstance(self.several, Splitting) else self.several(x))
 
 
-@pytest.mark.parametrize("structured", [False, True])
-@pytest.mark.parametrize("first", [False, True])
-def test_of_several_outputs_those_that_are_used_are_looked_at(first: bool, structured: bool) -> None:
-    found = sensed(UsesOne(Splitting(first=first, structured=structured)))
-    assert found.left_out == {}
-    (module,) = found.modules
+@pytest.mark.parametrize(
+    ("packed", "used"),
+    [
+        (lambda used, unused: (used, unused), lambda pair: pair[0]),
+        (lambda used, unused: [unused, used], lambda pair: pair[1]),
+        (Two, lambda pair: pair.used),
+        (lambda used, unused: Two(unused, used), lambda pair: pair.unused),
+    ],
+    ids=["first", "last", "in a dataclass", "last in a dataclass"],
+)
+def test_of_several_outputs_those_that_are_used_are_looked_at(packed: Any, used: Any) -> None:
+    (module,) = modules_of(sensed(UsesOne(Splitting(packed), used))).values()
     assert module.output_bytes == module.input_bytes  # of the one that is used
     assert all(module.half_ms.values())
 
 
-class Recurrent(nn.Module):
-    def __init__(self, which: int) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
-        self.which = which
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        outputs, (hidden, cell) = self.lstm(x)
-        chosen: torch.Tensor = (outputs, hidden, cell)[self.which]
-        return chosen
-
-
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_an_lstm_is_looked_at_whichever_of_its_outputs_is_used(which: int) -> None:
+@pytest.mark.parametrize("used", [lambda out: out[0], lambda out: out[1][0], lambda out: out[1][1]])
+def test_an_lstm_is_looked_at_whichever_of_its_outputs_is_used(used: Callable[[Any], torch.Tensor]) -> None:
     require_lstm_in_bf16()
-    found = sensed(Recurrent(which), (5, 8), ("bf16",))
-    assert found.left_out == {}
-    (module,) = found.modules
+    (module,) = modules_of(sensed(UsesOne(nn.LSTM(8, 8, batch_first=True), used), (5, 8), ("bf16",))).values()
     assert module.half_ms["bf16"]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5))
-        self.last = nn.Linear(8, 2)
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
-        out: torch.Tensor = self.last(hidden)
-        return out
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_are_looked_at_once(reentrant: bool) -> None:
-    found = sensed(Checkpointed(reentrant=reentrant))
-    assert found.left_out == {}
-    assert {path: module.calls for path, module in modules_of(found).items()} == dict.fromkeys(
-        ("first", "block.0", "block.1", "block.2", "last"), 1
-    )
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(checkpoint(self.block, self.first(x), use_reentrant=reentrant))
+            return out
+
+    found = modules_of(sensed(Checkpointed()))
+    paths = ("first", "block.0", "block.1", "block.2", "last")
+    assert {path: module.calls for path, module in found.items()} == dict.fromkeys(paths, 1)
 
 
 class FrozenBelow(nn.Module):
@@ -182,11 +151,8 @@ class FrozenBelow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(10, 8)
-        self.embedding.weight.requires_grad_(False)
-        self.never = nn.Linear(8, 8)
-        self.aside = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 2)
+        self.embedding = nn.Embedding(10, 8).requires_grad_(False)
+        self.never, self.aside, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids)
@@ -195,33 +161,10 @@ class FrozenBelow(nn.Module):
         return out
 
 
-def test_modules_that_no_gradient_passes_are_named() -> None:
-    found = sensed(FrozenBelow(), batch=lambda n: torch.randint(10, (n, 3)))
-    assert list(modules_of(found)) == ["head"]
-    assert found.left_out == dict.fromkeys(("embedding", "aside"), "no gradient passes through it")
-
-
-def test_an_embedding_that_trains_is_looked_at_and_stays_in_fp32() -> None:
-    found = sensed(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 2)), batch=lambda n: torch.randint(10, (n, 3)))
-    assert [module.stream for module in found.modules] == ["fp32", "half"]
-
-
-class OnceOnly(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("not a second time")
-        return super().forward(x)
-
-
-def test_a_module_that_raises_when_it_is_run_again_is_named_and_the_rest_goes_on() -> None:
-    found = sensed(nn.Sequential(nn.Linear(8, 8), OnceOnly(8, 8), nn.Linear(8, 2)))
-    assert list(modules_of(found)) == ["0", "2"]
-    assert found.left_out == {"1": "RuntimeError: not a second time"}
-
-
-class WritesIntoItsInput(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mul_(3.0)
+def once_only(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        raise RuntimeError("not a second time")
+    return x * 2
 
 
 class WrittenToLater(nn.Module):
@@ -229,9 +172,7 @@ class WrittenToLater(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.drop = nn.Dropout(0.0)
-        self.other = nn.Linear(8, 8)
+        self.linear, self.drop, self.other = nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.linear(x)
@@ -241,29 +182,35 @@ class WrittenToLater(nn.Module):
         return out
 
 
+def around(call: Callable[..., torch.Tensor]) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), Called(call), nn.Linear(8, 2))
+
+
 @pytest.mark.parametrize(
-    ("model", "path"),
-    [(lambda: nn.Sequential(nn.Linear(8, 8), WritesIntoItsInput(), nn.Linear(8, 2)), "1"), (WrittenToLater, "drop")],
-    ids=["by itself", "later"],
+    ("model", "parts", "looked_at", "left_out", "why"),
+    [
+        (FrozenBelow, IDS, ["head"], ["embedding", "aside"], "no gradient passes through it"),
+        (lambda: around(once_only), {}, ["0", "2"], ["1"], "RuntimeError: not a second time"),
+        (lambda: around(lambda _, x: x.mul_(3.0)), {}, ["0", "2"], ["1"], "inputs are written to"),
+        (WrittenToLater, {}, ["linear", "other"], ["drop"], "inputs are written to"),
+    ],
+    ids=["no gradient", "raises", "writes into its input", "is written to later"],
 )
-def test_a_module_whose_input_is_written_to_is_named_since_its_figures_would_be_wrong(
-    model: Callable[[], nn.Module], path: str
+def test_a_module_whose_figures_would_be_wrong_is_named_and_the_rest_goes_on(
+    model: Model, parts: dict[str, Any], looked_at: list[str], left_out: list[str], why: str
 ) -> None:
-    found = sensed(model)
-    assert list(found.left_out) == [path]
-    assert "inputs are written to" in found.left_out[path]
-    assert len(found.modules) == 2
+    found = sensed(model, **parts)
+    assert [module.path for module in found.modules] == looked_at
+    assert list(found.left_out) == left_out
+    assert all(why in words for words in found.left_out.values())
 
 
 def test_an_activation_in_place_is_looked_at_out_of_place() -> None:
-    def model(*, inplace: bool) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 2))
+    def figures(*, inplace: bool) -> list[object]:
+        found = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=inplace), nn.Linear(8, 2))))
+        return [(path, one.stream, one.output_bytes) for path, one in found.items()]
 
-    found, plain = sensed(lambda: model(inplace=True)), sensed(lambda: model(inplace=False))
-    assert found.left_out == {}
-    assert [(one.path, one.stream, one.output_bytes) for one in found.modules] == [
-        (one.path, one.stream, one.output_bytes) for one in plain.modules
-    ]
+    assert figures(inplace=True) == figures(inplace=False)
 
 
 class KeepsItsMean(nn.Module):
@@ -281,16 +228,8 @@ class KeepsItsMean(nn.Module):
 
 
 def test_a_module_that_changes_its_buffers_can_be_run_again() -> None:
-    found = sensed(nn.Sequential(nn.Linear(8, 8), KeepsItsMean(), nn.Linear(8, 2)))
-    assert found.left_out == {}
-    assert modules_of(found)["1"].half_ms["bf16"]
-
-
-class Noisy(nn.Module):
-    """As stochastic depth: what it draws is no effect of half precision."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (torch.rand(len(x), 1, device=x.device) < 0.5)
+    found = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), KeepsItsMean(), nn.Linear(8, 2))))
+    assert found["1"].half_ms["bf16"]
 
 
 def test_several_backward_passes_through_one_graph_count_once() -> None:
@@ -298,37 +237,42 @@ def test_several_backward_passes_through_one_graph_count_once() -> None:
         out = model(x)
         out.mean().backward(retain_graph=True)
         loss: torch.Tensor = out.square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    found = sensed(nn.Sequential(nn.Linear(8, 8), nn.GELU()), loss=None, step=step)
-    assert found.left_out == {}
-    assert [module.calls for module in found.modules] == [1, 1]
+    found = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), nn.GELU()), loss=None, step=step))
+    assert [module.calls for module in found.values()] == [1, 1]
+
+
+def test_a_module_whose_output_is_where_the_backward_pass_starts_is_looked_at() -> None:
+    class ItsOwnLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.criterion = nn.Linear(8, 8), nn.CrossEntropyLoss()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.criterion(self.linear(x), x.argmax(-1))
+            return loss
+
+    assert list(modules_of(sensed(ItsOwnLoss, loss=lambda model, x: model(x)))) == ["linear", "criterion"]
 
 
 # --- training goes on as if nothing had been ------------------------------------------------------------------------
 
 
-def everything() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(8, 8),
-        nn.BatchNorm1d(8),
-        nn.ReLU(inplace=True),
-        nn.Dropout(0.3),
-        KeepsItsMean(),
-        Noisy(),
-        nn.Linear(8, 2),
-    )
+def noisy(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As stochastic depth: what it draws is no effect of half precision."""
+    return x * (torch.rand(len(x), 1, device=x.device) < 0.5)
 
 
 def test_weights_buffers_and_attributes_are_put_back() -> None:
-    bench = Bench(workload_of(everything()), CPU)
+    layers = (nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), KeepsItsMean(), Called(noisy))
+    bench = Bench(workload_of(nn.Sequential(nn.Linear(8, 8), *layers, nn.Linear(8, 2))), CPU)
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
     sense(bench, STOCK, BOTH)
-    layers = list(bench.model.children())
-    assert (vars(layers[2])["inplace"], vars(layers[3])["p"]) == (True, 0.3)
+    assert (vars(layers[1])["inplace"], vars(layers[2])["p"]) == (True, 0.3)
     with bench.on_device(STOCK):
         assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
     assert all(parameter.grad is None for parameter in bench.model.parameters())
@@ -346,7 +290,7 @@ def test_the_step_that_is_looked_at_is_the_step_that_training_takes() -> None:
         )
         return sgd
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), KeepsItsMean(), Noisy(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), KeepsItsMean(), Called(noisy), nn.Linear(8, 2))
     sense(Bench(workload_of(model, optimizer=optimizer), CPU), STOCK, BOTH)
     first, _, watched = after  # two are timed, and then the first is taken again
     assert all(torch.equal(a, b) for a, b in zip(first[:-1], watched[:-1], strict=True))
@@ -355,64 +299,21 @@ def test_the_step_that_is_looked_at_is_the_step_that_training_takes() -> None:
 # --- figures --------------------------------------------------------------------------------------------------------
 
 
-class Scale(nn.Module):
-    """x times a weight, whose product is rounded in half as `in_half` says."""
-
-    def __init__(self, weight: float, *, in_half: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([weight]))
-        self.in_half = in_half
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.in_half and torch.is_autocast_enabled(x.device.type):
-            return x.to(torch.get_autocast_dtype(x.device.type)) * self.weight.to(x.dtype)
-        return x.float() * self.weight
-
-
-class ItsOwnLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.criterion = nn.CrossEntropyLoss()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.criterion(self.linear(x), x.argmax(-1))
-        return loss
-
-
-def test_a_module_whose_output_is_where_the_backward_pass_starts_is_looked_at() -> None:
-    def step(_tuned: object, model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(x)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    found = sensed(ItsOwnLoss, loss=None, step=step)
-    assert list(modules_of(found)) == ["linear", "criterion"]
-
-
 def test_the_stream_says_what_autocast_makes_of_an_output() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Scale(1.0, in_half=False), nn.Identity(), nn.Linear(8, 2))
-    assert [module.stream for module in sensed(model).modules] == ["half", "follows", "fp32", "follows", "half"]
-
-
-def test_the_stream_of_a_layer_norm_is_what_this_torch_does_on_the_cpu() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    in_fp32 = Called(lambda _, x: x.float() * 2)
+    layers = (nn.Linear(8, 8), nn.ReLU(), in_fp32, nn.Identity(), nn.Linear(8, 8), nn.LayerNorm(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as this torch does it on the CPU
         follows = nn.LayerNorm(8)(torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
-    stream = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))))["1"].stream
-    assert stream == ("follows" if follows else "fp32")
+    streams = ["half", "follows", "fp32", "follows", "half", "follows" if follows else "fp32"]
+    assert [one.stream for one in modules_of(sensed(nn.Sequential(*layers))).values()] == streams
+    embedded = modules_of(sensed(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 2)), **IDS))
+    assert [one.stream for one in embedded.values()] == ["fp32", "half"]
 
 
 def test_only_modules_whose_weights_autocast_casts_pay_for_it() -> None:
-    linear, norm = sensed(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))).modules
+    linear, norm = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))).values()
     assert linear.cast_bytes == 6 * (64 + 8)  # four bytes read and two written
     assert norm.cast_bytes == 0
-
-
-class Added(nn.Module):
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a + b
 
 
 class Branching(nn.Module):
@@ -420,10 +321,8 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = nn.Linear(8, 8)
-        self.right = nn.Linear(8, 8)
-        self.join = Added()
-        self.plain = nn.Linear(8, 2)
+        self.left, self.right, self.plain = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.join = nn.Bilinear(8, 8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.plain(torch.tanh(self.join(self.left(x), self.right(x))))
@@ -453,15 +352,14 @@ def test_the_whole_batch_is_looked_at_although_data_are_constant() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-def deep(activation: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), activation())))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU's allocator does not say what its peak was")
 def test_looking_takes_little_more_memory_than_training() -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(256, 256), nn.GELU())))
+
     device = torch.device("cuda", 0)
-    bench = Bench(workload_of(lambda: deep(nn.GELU), (256,), batch_size=2**16), device)
+    bench = Bench(workload_of(deep, (256,), batch_size=2**16), device)
     torch.cuda.reset_peak_memory_stats()
     with bench.on_device(STOCK) as (_, stepper):
         stepper()
@@ -478,31 +376,20 @@ def test_what_is_held_for_a_module_goes_once_it_was_looked_at() -> None:
     """Else all inputs would be there still when the backward pass ends, beside all gradients."""
     held: list[int] = []
 
-    class Counts(torch.autograd.Function):
-        @staticmethod
-        def forward(_context: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    def count(_: torch.Tensor) -> None:
+        gc.collect()
+        held.append(sum(isinstance(one, torch.Tensor) and one.shape == (1021, 8) for one in gc.get_objects()))
 
-        @staticmethod
-        def backward(_context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            gc.collect()
-            held.append(sum(isinstance(one, torch.Tensor) and one.shape == (1021, 8) for one in gc.get_objects()))
-            return gradient
-
-    class First(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Counts.apply(x)  # type: ignore[no-any-return, no-untyped-call]  # torch's own
-
-    class Model(nn.Module):
+    class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.stem = nn.Linear(8, 8)
-            self.rest = nn.Sequential(*(nn.GELU() for _ in range(20)))
+            self.stem, self.rest = nn.Linear(8, 8), nn.Sequential(*(nn.GELU() for _ in range(20)))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = First.forward(self.rest, self.stem(x))  # type: ignore[arg-type]  # not a module's call
+            hidden = self.stem(x).clone()
+            hidden.register_hook(count)  # type: ignore[no-untyped-call]  # torch has not typed it
             out: torch.Tensor = self.rest(hidden)
             return out
 
-    sensed(Model(), batch_size=1021)
+    sensed(Deep(), batch_size=1021)
     assert held[-1] <= held[0] + 5  # the first was a step that nobody watched

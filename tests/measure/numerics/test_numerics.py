@@ -23,7 +23,6 @@ from amptune.measure.numerics.sketches import MOST_COLUMNS, MOST_TOGETHER, Sketc
 from amptune.measure.results.training_runs import THOROUGHNESS, Gradients, LossCurve, Parity, Reference, Run
 from amptune.policy.settings import STOCK
 
-each_size = pytest.mark.parametrize("shape", [(1,), (7, 5), (100, 90), (3000, 64), (1024, 1024)], ids=str)
 # Six standard deviations of an inner product in a sketch of some 8000 columns.
 CLOSE = 6 * math.sqrt(2 / 8000)
 
@@ -50,13 +49,21 @@ def sketched(*gradients: torch.Tensor) -> list[torch.Tensor]:
     return [model.sketch_of(sketcher, gradient) for gradient in gradients]
 
 
-@each_size
-def test_a_sketch_keeps_lengths_and_inner_products(shape: tuple[int, ...]) -> None:
-    a, b = random(*shape), random(*shape, seed=1)
+@given(
+    st.one_of(st.tuples(st.integers(1, 40_000)), st.tuples(st.integers(1, 1024), st.integers(1, 1024))),
+    st.integers(0, 2**20),
+)
+@settings(max_examples=25)
+def test_a_sketch_is_linear_and_keeps_lengths_and_inner_products_whatever_the_shape(
+    shape: tuple[int, ...], seed: int
+) -> None:
+    a, b = random(*shape, seed=seed), random(*shape, seed=seed + 1)
     b = b + a / 2
-    in_a, in_b = sketched(a, b)
+    in_a, in_b, in_sum = sketched(a, b, 2 * a - b)
+    assert len(in_a) <= MOST_COLUMNS
     assert in_a.norm() == pytest.approx(float(a.norm()), rel=CLOSE)
     assert in_a @ in_b == pytest.approx(float((a * b).sum()), abs=CLOSE * float(a.norm() * b.norm()))
+    assert torch.allclose(in_sum, 2 * in_a - in_b, atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [1024, 768, 4096])
@@ -68,24 +75,9 @@ def test_a_gradient_in_one_column_of_a_matrix_keeps_its_length(width: int) -> No
     assert sketch.norm() == pytest.approx(float(gradient.norm()), rel=CLOSE)
 
 
-@each_size
-def test_a_sketch_is_linear(shape: tuple[int, ...]) -> None:
-    a, b = random(*shape), random(*shape, seed=1)
-    in_a, in_b, in_sum = sketched(a, b, 2 * a - b)
-    assert torch.allclose(in_sum, 2 * in_a - in_b, atol=1e-4)
-
-
-def test_a_small_parameter_is_kept_as_it_is() -> None:
-    gradient = random(8, 9)
-    (sketch,) = sketched(gradient)
-    assert torch.equal(sketch, gradient.flatten())
-
-
-def test_the_scale_is_divided_away() -> None:
-    model = Weights(torch.zeros(3, 4))
-    sketcher = Sketcher(model)
-    gradient = random(3, 4)
-    assert torch.equal(model.sketch_of(sketcher, 1024 * gradient, scale=1024.0), gradient.flatten())
+def test_a_small_parameter_is_kept_as_it_is_and_the_scale_divided_away() -> None:
+    model, gradient = Weights(torch.zeros(8, 9)), random(8, 9)
+    assert torch.equal(model.sketch_of(Sketcher(model), 1024 * gradient, scale=1024.0), gradient.flatten())
 
 
 def test_parameters_have_columns_of_their_own() -> None:
@@ -118,15 +110,7 @@ def test_gradients_of_one_size_are_sketched_as_each_would_be_alone() -> None:
     assert [len(group) for group in Sketcher(large)._alike] == [1, 1]
 
 
-def test_elements_that_are_not_0_are_counted_parameter_by_parameter() -> None:
-    model = Weights(torch.zeros(20, 30), torch.zeros(5))
-    sketcher = Sketcher(model)
-    model.weights[0].grad = (random(20, 30) > 0).float()
-    _, counts = sketcher()
-    assert counts.tolist() == [int((random(20, 30) > 0).sum()), 0]
-
-
-@pytest.mark.parametrize("unit", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
 def test_elements_that_are_rounding_errors_beside_the_others_do_not_count(unit: float) -> None:
     """As the gradients of queries and keys beside those of values, in a sequence of one token."""
     model = Weights(torch.zeros(30))
@@ -184,15 +168,6 @@ def test_making_a_sketcher_leaves_the_random_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@given(st.integers(1, 40_000), st.integers(0, 2**20))
-@settings(max_examples=25, deadline=None)
-def test_lengths_are_kept_whatever_the_number_of_elements(elements: int, seed: int) -> None:
-    gradient = random(elements, seed=seed)
-    (sketch,) = sketched(gradient)
-    assert len(sketch) <= MOST_COLUMNS
-    assert sketch.norm() == pytest.approx(float(gradient.norm()), rel=CLOSE)
-
-
 # --- one run beside another ---------------------------------------------------------------------------------------
 
 BATCHES, NUMBERS = 8, 400
@@ -248,6 +223,42 @@ def beside(theirs: Gradients, own: Reference, curve: tuple[float, ...] = falling
     return compare(own, Run(gradients=theirs, curve=LossCurve(losses=curve)), "bf16")
 
 
+FIGURES = ("error", "bias", "noise", "size", "rounding", "vanished", "slope")
+
+
+def figures_of(parity: Parity) -> dict[str, list[float]]:
+    return {one.name: [getattr(one, figure) for figure in FIGURES] for one in parity.gradients}
+
+
+@given(batches=st.permutations(range(BATCHES)), names=st.permutations(range(3)), power=st.integers(-12, 12))
+@settings(max_examples=30)
+def test_no_figure_depends_on_the_order_of_batches_or_parameters_or_on_the_unit_of_gradients(
+    batches: list[int], names: list[int], power: int
+) -> None:
+    widths = [100, 60, 240]
+    parts = np.split(np.arange(NUMBERS), np.cumsum(widths)[:-1])
+
+    def figures(rows_at: Sequence[int], names_at: Sequence[int], unit: float = 1.0) -> dict[str, list[float]]:
+        def shown(some: Rows, counts: Sequence[int] = widths) -> Gradients:
+            columns = np.concatenate([parts[i] for i in names_at])
+            return gradients(np.float32(unit) * some[list(rows_at)][:, columns], [counts[i] for i in names_at])
+
+        own = usual()
+        fp32 = reference(
+            shown(own),
+            rounded=shown(own + 0.01 * rows(5)).sketches,
+            repeated=shown(own + 0.001 * rows(6)).sketches,
+            names=tuple(f"{'abc'[i]}.weight" for i in names_at),
+            widths=[widths[i] for i in names_at],
+        )
+        return figures_of(beside(shown(own * np.float32(1.1) + 0.1 * rows(3), [90, 60, 120]), fp32))
+
+    usual_order, other = figures(range(BATCHES), range(3)), figures(batches, names, 10.0**power)
+    assert usual_order.keys() == other.keys() == {"a.weight", "b.weight", "c.weight"}
+    for name, expected in usual_order.items():
+        assert other[name] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
 def test_fp32_beside_itself_is_no_different() -> None:
     own = gradients(usual())
     parity = beside(own, reference(own))
@@ -292,23 +303,20 @@ def test_a_gradient_that_is_0_in_the_mean_makes_nothing_look_large_beside_it() -
     assert module.bias < 1
 
 
-def test_a_gradient_of_zeros_has_vanished() -> None:
+@pytest.mark.parametrize(
+    ("times", "theirs", "in_fp32", "vanished"),
+    [
+        (0.0, 0, NUMBERS, 1.0),
+        (1.0, NUMBERS // 4, NUMBERS, 0.75),
+        (1.0, NUMBERS, NUMBERS // 2, 0.0),  # elements that are 0 in FP32 alone are nothing that vanished
+    ],
+)
+def test_the_share_of_elements_that_vanish_is_told(times: float, theirs: int, in_fp32: int, vanished: float) -> None:
     own = usual()
-    (module,) = beside(gradients(np.zeros_like(own), [0]), reference(gradients(own))).gradients
-    assert (module.vanished, module.size) == (1, 0)
-    assert module.error == pytest.approx(1)
-
-
-def test_half_of_the_elements_may_vanish() -> None:
-    own = usual()
-    (module,) = beside(gradients(own, [NUMBERS // 4]), reference(gradients(own))).gradients
-    assert module.vanished == pytest.approx(0.75)
-
-
-def test_elements_that_are_0_in_fp32_alone_are_nothing_that_vanished() -> None:
-    own = usual()
-    (module,) = beside(gradients(own), reference(gradients(own, [NUMBERS // 2]))).gradients
-    assert module.vanished == 0
+    found = beside(gradients(own * np.float32(times), [theirs]), reference(gradients(own, [in_fp32])))
+    (module,) = found.gradients
+    assert module.vanished == pytest.approx(vanished)
+    assert (module.size, module.error) == (times, pytest.approx(1 - times))
 
 
 def test_parameters_without_a_gradient_in_fp32_are_not_compared() -> None:
@@ -358,16 +366,6 @@ def test_one_batch_has_no_spread_and_its_error_is_its_bias() -> None:
     assert module.bias == pytest.approx(module.error) == pytest.approx(0.5)
 
 
-@given(power=st.integers(-12, 12))
-def test_gradients_may_be_of_any_size(power: int) -> None:
-    own, theirs = usual(), usual() * np.float32(1.1) + 0.1 * rows(3)
-    unit = np.float32(10.0**power)
-    (there,) = beside(gradients(unit * theirs), reference(gradients(unit * own))).gradients
-    (here,) = beside(gradients(theirs), reference(gradients(own))).gradients
-    for figure in ("error", "bias", "noise", "size", "rounding"):
-        assert getattr(there, figure) == pytest.approx(getattr(here, figure), rel=1e-3, abs=1e-6)
-
-
 # --- loss curves -------------------------------------------------------------------------------------------------
 
 
@@ -380,28 +378,24 @@ def drift_of(curve: Callable[[int], float], replicas: Sequence[tuple[float, ...]
 TWO_PERCENT_APART = (falling(by=1.02), falling(by=0.98))
 
 
-def test_drift_is_relative_to_what_replicas_differ_by() -> None:
-    parity = drift_of(lambda _: 1.06, TWO_PERCENT_APART)
-    assert parity.drift_share == pytest.approx(0.06)
-    assert parity.drift == pytest.approx(3)
+@pytest.mark.parametrize(
+    ("curve", "replicas", "share", "drift"),
+    [
+        (lambda _: 1.06, TWO_PERCENT_APART, 0.06, 3),
+        (lambda step: 1.06 if step >= 3 * BATCHES else 1.0, TWO_PERCENT_APART, 0.06, 3),  # the worst epoch
+        (lambda _: 1.01, (falling(), falling()), 0.01, 2),  # replicas that are alike leave a floor
+    ],
+)
+def test_drift_is_that_of_the_worst_epoch_relative_to_what_replicas_differ_by(
+    curve: Callable[[int], float], replicas: Sequence[tuple[float, ...]], share: float, drift: float
+) -> None:
+    parity = drift_of(curve, replicas)
+    assert (parity.drift_share, parity.drift) == (pytest.approx(share), pytest.approx(drift))
 
 
-def test_the_worst_epoch_counts() -> None:
-    assert drift_of(lambda step: 1.06 if step >= 3 * BATCHES else 1.0, TWO_PERCENT_APART).drift == pytest.approx(3)
-
-
-def test_a_loss_below_that_in_fp32_is_no_drift() -> None:
+def test_a_loss_below_that_in_fp32_is_no_drift_and_batches_within_an_epoch_may_differ() -> None:
     assert drift_of(lambda _: 0.9, TWO_PERCENT_APART).drift < 0
-
-
-def test_batches_within_an_epoch_may_differ() -> None:
-    parity = drift_of(lambda step: 1.3 if step % 2 else 0.71, TWO_PERCENT_APART)
-    assert parity.drift == pytest.approx(0, abs=1)
-
-
-def test_replicas_that_are_alike_leave_a_floor() -> None:
-    parity = drift_of(lambda _: 1.01, (falling(), falling()))
-    assert parity.drift == pytest.approx(2)
+    assert drift_of(lambda step: 1.3 if step % 2 else 0.71, TWO_PERCENT_APART).drift == pytest.approx(0, abs=1)
 
 
 def test_several_curves_are_held_to_what_they_differ_by() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from benches import CPU
+from benches import workload_of as any_workload
 from torch import Tensor, nn
 
-from amptune import Workload
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
 from amptune.measure.modules.inspection import inspect_model
-from amptune.measure.numerics import parity as parity_of_policies
 from amptune.measure.numerics.parity import judge
 from amptune.measure.numerics.reference import make_reference
 from amptune.measure.numerics.traces import trace_step
@@ -29,6 +29,13 @@ from amptune.search.gate.repair import cure_of
 from amptune.search.plan.budget import Budget
 
 WIDTH = 16
+BF16 = amp_recipe("bf16")
+workload_of = partial(any_workload, batch_size=32, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01))
+
+
+def of_sines(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = (model(x).float() - x[:, :1].sin()).square().mean()
+    return loss
 
 
 class Odd(nn.Module):
@@ -83,19 +90,11 @@ class Here:
             return failure_of(error)
 
 
-@pytest.mark.parametrize(
-    ("then", "dtype"), [(checked, "fp16"), (masked, "fp16"), (scattered, "bf16"), (scattered, "fp16"), (ended, "bf16")]
-)
+@pytest.mark.parametrize(("then", "dtype"), [(checked, "fp16"), (masked, "fp16"), (scattered, "bf16"), (ended, "bf16")])
 def test_what_raises_under_autocast_alone_is_refused_by_name_and_cured(then: Any, dtype: Any) -> None:
-    workload = Workload(
-        model=lambda: nn.Sequential(nn.Linear(8, WIDTH), Odd(then), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)),
-        batch=lambda n: torch.randn(n, 8),
-        loss=lambda model, batch: (model(batch).float() - batch[:, :1].sin()).square().mean(),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-        batch_size=32,
-    )
-    here: Any = Here(Bench(workload, torch.device("cpu")))
-    gatekeeper = Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
+    layers = (nn.Linear(8, WIDTH), Odd(then), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    here = Here(Bench(workload_of(nn.Sequential(*layers), loss=of_sines), CPU))
+    gatekeeper = gatekeeper_of(here)
     judgement = gatekeeper.judgement_of(amp_recipe(dtype))
     assert judgement is not None
     (why,) = judgement.shortcomings
@@ -146,21 +145,17 @@ class Recorded(nn.Module):
         return output
 
 
+def gatekeeper_of(here: Any) -> Judge:
+    return Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
+
+
 def recorded() -> Here:
-    workload = Workload(
-        model=Recorded,
-        batch=lambda n: torch.randn(n, 8),
-        loss=lambda model, batch: model(batch),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-        batch_size=32,
-    )
-    return Here(Bench(workload, torch.device("cpu")))
+    return Here(Bench(workload_of(Recorded, loss=lambda model, batch: model(batch)), CPU))
 
 
-def judged_alone(dtype: Any = "bf16") -> Judge:
-    here: Any = recorded()
-    gatekeeper = Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
-    gatekeeper.judgement_of(amp_recipe(dtype))
+def judged_alone(here: Here) -> Judge:
+    gatekeeper = gatekeeper_of(here)
+    gatekeeper.judgement_of(BF16)
     return gatekeeper
 
 
@@ -170,25 +165,17 @@ def test_a_result_in_a_graphs_memory_is_not_read_after_the_next_run() -> None:
         first, _ = (Recorded()(torch.randn(4, 8)).detach() for _ in range(2))
     with pytest.raises(RuntimeError, match=OVERWRITTEN):
         torch.stack([output.detach(), first])
-    assert judged_alone().judgements.passes(amp_recipe("bf16"))
+    assert judged_alone(recorded()).judgements.passes(BF16)
 
 
-def test_what_breaks_in_the_gates_own_procedure_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity_of_policies, "compare", partial(int, "no number"))
-    gatekeeper = judged_alone()
-    assert not gatekeeper.judgements.bars(amp_recipe("bf16"))
-    because = gatekeeper.judgements.unjudged_because(amp_recipe("bf16"))
-    assert because is not None
+@pytest.mark.parametrize("breaks", ["parity.compare", "sketches._numbers"])
+def test_what_breaks_in_the_gates_own_procedure_is_not_judged(breaks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a hook of the gate too: its innermost frame is the gate's; the user's `optimizer.step` is further out."""
+    here = recorded()
+    here.judge(BF16, STOCK, 1.0, 1.0)  # makes the reference
+    monkeypatch.setattr(f"amptune.measure.numerics.{breaks}", partial(int, "no number"))
+    judgements = judged_alone(here).judgements
+    assert not judgements.bars(BF16)
+    because = judgements.unjudged_because(BF16)
     assert str(because).startswith("crash: the numerics check itself broke: error: ")
-    assert not gatekeeper.judgements.is_open(amp_recipe("bf16"))
-
-
-def test_what_breaks_in_a_hook_of_the_gate_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its innermost frame is the gate's; the user's `optimizer.step` stands further out."""
-    here: Any = recorded()
-    here.judge(amp_recipe("bf16"), STOCK, 1.0, 1.0)  # makes the reference
-    monkeypatch.setattr("amptune.measure.numerics.sketches._numbers", partial(int, "no number"))
-    gatekeeper = Judge(here, STOCK, Budget(seconds=3600), lambda _: None)
-    gatekeeper.judgement_of(amp_recipe("bf16"))
-    assert not gatekeeper.judgements.bars(amp_recipe("bf16"))
-    assert gatekeeper.judgements.unjudged_because(amp_recipe("bf16")) is not None
+    assert not judgements.is_open(BF16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -71,27 +71,19 @@ def of_its_head(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.get_submodule("1").parameters(), lr=0.1)
 
 
-workload = Workload(
-    model=lambda: nn.Linear(3, 2),
-    batch=lambda n: torch.randn(n, 3),
-    step=step,
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    batch_size=WELL,
-)
-with_an_idle_part = Workload(
-    model=WithAnIdlePart,
-    batch=lambda n: torch.randn(n, 3),
-    loss=lambda model, batch: model(batch).square().mean(),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    batch_size=WELL,
-)
-freezing = Workload(
-    model=lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)),
-    batch=lambda n: torch.randn(n, 3),
-    loss=lambda model, batch: model(batch).square().mean(),
-    optimizer=of_its_head,
-    batch_size=WELL,
-)
+def of(model: Callable[[], nn.Module] = lambda: nn.Linear(3, 2), **parts: Any) -> Workload:
+    usual: dict[str, Any] = {
+        "batch": lambda n: torch.randn(n, 3),
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batch_size": WELL,
+    }
+    return Workload(model=model, **usual | parts)
+
+
+workload = of(loss=None, step=step)
+with_an_idle_part = of(WithAnIdlePart)
+freezing = of(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), optimizer=of_its_head)
 
 
 def loader(n: int) -> Iterator[torch.Tensor]:
@@ -102,4 +94,4 @@ def loader(n: int) -> Iterator[torch.Tensor]:
         yield torch.randn(n, 3)
 
 
-breaking_loader = replace(workload, step=None, loss=lambda model, batch: model(batch).square().mean(), loader=loader)
+breaking_loader = of(loader=loader)
