@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from simulated.landscape import SimulatedClock
+from simulated.clock import SimulatedClock
 
 sys.path.append(str(Path(__file__).parent.parent / "reports"))  # programs, no package
 

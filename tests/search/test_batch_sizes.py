@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from measurements import took
 from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
 from amptune.errors import SpaceError
-from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
-from amptune.search.after_checks import larger_batch
 from amptune.search.decide.decision import Decision
 from amptune.search.pipeline import tune_with
-from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.global_batch import GlobalBatch
 
@@ -67,13 +64,6 @@ def test_the_largest_batch_that_fits_is_found_and_the_fastest_batch_chosen(tmp_p
 
 
 @pytest.mark.slow
-def test_what_clearly_does_not_fit_is_not_tried(tmp_path: Path) -> None:
-    _, evaluator = tuned(tmp_path, batch_size="auto")
-    too_large = [policy for policy in evaluator.measured if (policy.batch_size or OWN) > LARGEST]
-    assert len(too_large) <= 2  # the finder's own, one of each precision at the most
-
-
-@pytest.mark.slow
 def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger(tmp_path: Path) -> None:
     def twice_as_much(policy: Policy) -> float:
         samples = (policy.batch_size or OWN) * (2 if policy.compile != "off" else 1)
@@ -91,13 +81,6 @@ def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger
 
 
 @pytest.mark.slow
-def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: Path) -> None:
-    first, _ = tuned(tmp_path, batch_size="auto")
-    again, _ = tuned(tmp_path, batch_size="auto", budget_s=300)
-    assert {trial.policy for trial in first.trials} <= {trial.policy for trial in again.trials}
-
-
-@pytest.mark.slow
 def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
     whole = GlobalBatch(samples=3072, devices=2)
     decision, evaluator = tuned(tmp_path, batch_size="auto", global_batch=whole)
@@ -109,11 +92,6 @@ def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
     assert "× 2 devices" in finding.message
     assert decision.policy.batch_size == finding.figures["batch_size"]
     assert evaluator.measured
-
-
-def test_a_global_batch_leaves_the_own_batch_unless_that_is_to_be_searched(tmp_path: Path) -> None:
-    decision, _ = tuned(tmp_path, global_batch=GlobalBatch(samples=512))
-    assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
 
 
 @pytest.mark.slow
@@ -178,76 +156,3 @@ def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_pat
     request = request_in(tmp_path, evaluator.clock, trials=8, batch_size="auto")
     decision = tune_with(evaluator, request, lambda _: None)
     assert decision.policy.batch_size == OWN
-
-
-class Sized:
-    """Answers by batch size alone."""
-
-    def __init__(self, samples_per_s: Callable[[int], float], largest: int) -> None:
-        self._samples_per_s = samples_per_s
-        self._largest = largest
-        self.sizes: list[int] = []
-
-    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:  # noqa: ARG002
-        assert policy.batch_size is not None
-        self.sizes.append(policy.batch_size)
-        if policy.batch_size > self._largest:
-            return Failure(kind="oom", message="CUDA out of memory")
-        ms = 1000 * policy.batch_size / self._samples_per_s(policy.batch_size)
-        return took(ms, FIXED_MIB + SAMPLE_MIB * policy.batch_size, samples_per_step=policy.batch_size)
-
-
-@pytest.fixture(scope="module")
-def decision(tmp_path_factory: pytest.TempPathFactory) -> Decision:
-    return tuned(tmp_path_factory.mktemp("study"), budget_s=120)[0]
-
-
-def test_what_a_larger_batch_would_give_is_told(decision: Decision) -> None:
-    runner = Sized(lambda n: 1000 * n / (n + 500), LARGEST)
-    finding = larger_batch(runner, decision, Budget(seconds=60))
-    assert finding is not None
-    assert runner.sizes[0] == OWN
-    assert finding.figures["batch_size"] > 4 * OWN
-    assert finding.figures["gain"] > 2
-    assert "--batch-size auto" in finding.message
-    before_mib, after_mib = decision.baseline.peak_memory_mib, FIXED_MIB + SAMPLE_MIB * OWN
-    assert before_mib is not None
-    assert finding.figures["freed_mib"] == before_mib - after_mib
-    assert finding.message.startswith("the policy frees") == (before_mib > after_mib)
-
-
-def test_memory_that_the_policy_frees_is_told_with_the_larger_batch(decision: Decision) -> None:
-    runner = Sized(lambda n: 1000 * n / (n + 500), LARGEST)
-    verdict = decision.verdict
-    heavy = replace(verdict, baseline=replace(verdict.baseline, peak_memory_mib=FIXED_MIB + SAMPLE_MIB * OWN + 4200))
-    finding = larger_batch(runner, replace(decision, verdict=heavy), Budget(seconds=60))
-    assert finding is not None
-    assert "the policy frees 4,200 of" in finding.message
-
-
-def test_no_larger_batch_is_told_than_would_be_searched(decision: Decision) -> None:
-    """On a CPU, `--batch-size auto` goes up to 16 times the own."""
-    runner = Sized(lambda n: n, 100 * OWN)
-    here = replace(decision, hardware=replace(decision.hardware, device="cpu"))
-    finding = larger_batch(runner, here, Budget(seconds=10))
-    assert finding is not None
-    assert finding.figures["batch_size"] == max(runner.sizes) == 16 * OWN
-
-
-def test_a_larger_batch_that_gives_nothing_is_not_told(decision: Decision) -> None:
-    runner = Sized(lambda _: 1000.0, LARGEST)
-    assert larger_batch(runner, decision, Budget(seconds=60)) is None
-    assert runner.sizes == [OWN, 2 * OWN]
-
-
-def test_a_larger_batch_is_not_looked_for_if_its_graph_would_come_too_late(decision: Decision) -> None:
-    runner = Sized(lambda _: 1000.0, LARGEST)
-    slow = replace(decision.policy_file, policy=decision.policy.compiled("max-autotune"))
-    assert larger_batch(runner, replace(decision, policy_file=slow), Budget(seconds=60)) is None
-    assert runner.sizes == []
-
-
-def test_a_larger_batch_is_not_looked_for_without_time(decision: Decision) -> None:
-    runner = Sized(lambda _: 1000.0, LARGEST)
-    assert larger_batch(runner, decision, Budget(seconds=0.5)) is None
-    assert runner.sizes == []

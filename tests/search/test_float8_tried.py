@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from simulated.recorded import RecordedEvaluator
 
-from amptune.errors import FileFormatError, SpaceError
+from amptune.errors import SpaceError
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import Parity
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Float8Rule, Policy
-from amptune.policy.yaml_text import parse
 from amptune.search.decide.decision import Decision
 from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements
@@ -24,8 +23,7 @@ from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points
-from amptune.search.space.space_file import parse_space, space_names
-from amptune.search.table.objective import objective_of
+from amptune.search.space.space_file import space_names
 
 LAYERS = range(3)
 WIDE = tuple(f"layers.{n}.mlp.{m}" for n in LAYERS for m in ("up", "down"))
@@ -56,16 +54,6 @@ class Decoder(RecordedEvaluator):
         prepared = super().prepare(limit_s)
         subject = replace(prepared.subject, wide_linears=WIDE, modules=MODULES, repeated_leaves=4)
         return replace(prepared, subject=subject)
-
-
-class Blocks(RecordedEvaluator):
-    """A recorded H200 whose model has repeated blocks and no wide Linears."""
-
-    def prepare(self, limit_s: float) -> Prepared:
-        prepared = super().prepare(limit_s)
-        return replace(
-            prepared, subject=replace(prepared.subject, blocks=("layers.0", "layers.1", "layers.2"), modules=MODULES)
-        )
 
 
 def candidates(
@@ -144,17 +132,6 @@ def test_the_second_graph_is_in_fp8(tmp_path: Path) -> None:
     assert [bool(policy.float8_modules) for policy in machine.compiled_behind[:3]] == [False, True, False]
 
 
-def test_unsound_fp8_does_not_win_and_does_not_bar_bf16(tmp_path: Path) -> None:
-    def parity(policy: Policy) -> Parity | Failure:
-        broken = Failure(kind="nonfinite", message="the loss is nan")
-        return Parity(failure=broken) if policy.float8_modules else Parity()
-
-    decision = tuned(Decoder("resnet50", noise=0.002, true_ms=ms_of, compile_s=20.0, parity=parity), tmp_path)
-    assert decision.policy.float8_modules == ()
-    assert decision.policy.autocast != "off"
-    assert decision.policy.compile != "off"
-
-
 def test_a_judgement_of_a_graph_in_fp8_says_nothing_of_one_in_bf16() -> None:
     bf16 = Policy(autocast="bf16", compile="default")
     fp8 = replace(bf16, float8_modules=RULES)
@@ -167,53 +144,3 @@ def test_a_judgement_of_a_graph_in_fp8_says_nothing_of_one_in_bf16() -> None:
 
 
 # --- the compiler's budget ---------------------------------------------------------------------------------------
-
-
-def test_a_search_that_saves_memory_tries_budgets_of_compiled_policies_where_they_were_measured() -> None:
-    assert not candidates(Blocks, "volta", saves_memory=True).space.choices("activation_budget")
-    for space in ("cpu", "hopper"):
-        found = candidates(Blocks, space, saves_memory=True)
-        policies = {found.policy_of(point) for point in points(found.space)}
-        assert {policy.activation_budget for policy in policies} == {1.0, 0.5, 0.2}
-        assert {policy.activation_budget for policy in policies if policy.compile == "off"} == {1.0}
-
-
-def test_another_search_and_a_model_without_blocks_do_not_and_the_study_is_the_same() -> None:
-    fast = candidates(Blocks, "cpu")
-    assert not fast.space.choices("activation_budget")
-    assert fast.study_name == candidates(Blocks, "cpu", saves_memory=True).study_name
-    assert not candidates(RecordedEvaluator, "cpu", saves_memory=True).space.choices("activation_budget")
-
-
-def test_any_budget_can_be_pinned_for_any_objective() -> None:
-    pinned = candidates(Blocks, activation_budget="0.35", compile="default")
-    assert {pinned.policy_of(point).activation_budget for point in points(pinned.space)} == {0.35}
-    for text in ("1.5", "half", "nan"):
-        with pytest.raises(SpaceError, match=f"activation_budget={text}: '{text}' is no number from 0 to 1"):
-            candidates(Blocks, activation_budget=text)
-
-
-def test_a_space_of_ones_own_lists_shares() -> None:
-    head = "schema: amptune.space/1\narchitecture: mine\ncompute_capability: []\nextends: cpu\n"
-    assert parse_space(parse(f"{head}knobs: {{activation_budget: [1.0, 0.9]}}", "x.yaml")).choices("activation_budget")
-    with pytest.raises(FileFormatError, match=r"activation_budget: 2\.0 is not a number from 0\.0 to 1\.0"):
-        parse_space(parse(f"{head}knobs: {{activation_budget: [1.0, 2.0]}}", "x.yaml"))
-
-
-def test_it_wins_where_it_takes_the_least_memory(tmp_path: Path) -> None:
-    machine = Blocks(
-        "resnet50",
-        noise=0.002,
-        compile_s=5.0,
-        true_ms=lambda policy: ms_of(policy) * (1.1 if policy.activation_budget < 1 else 1.0),
-        peak_mib=lambda policy: 5000.0 * (0.5 + 0.5 * policy.activation_budget),
-    )
-    request = TuningRequest(
-        source=Source(target="recorded"),
-        wanted=Wanted(baseline=STOCK, pins={"compile": "default"}, space="cpu"),
-        budget=Budget(seconds=600, started=machine.clock(), clock=machine.clock),
-        folder=tmp_path,
-        study=tmp_path,
-        objective=objective_of("memory", 0.5),
-    )
-    assert tune_with(machine, request, lambda _: None).policy.activation_budget == 0.2
