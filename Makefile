@@ -86,4 +86,4 @@ $(VENV)/frameworks.stamp: $(VENV)/test.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .amptune .frozen policy.yaml .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .amptune policy.yaml .pytest_cache .mypy_cache .ruff_cache

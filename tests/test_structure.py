@@ -352,9 +352,9 @@ def test_neither_a_tuning_nor_a_report_imports_torch(tmp_path: Path, monkeypatch
     """The workers do. The tuning is a whole one, on a simulated machine; it and the report go through the commands."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), *sys.path]))
     code = (
-        "from pathlib import Path; from frozen.adapter import command; from frozen.commands import written_study\n"
+        "from pathlib import Path; from commands import run; from frozen.commands import written_study\n"
         f"study = {str(tmp_path / 'study')!r}; page = {str(tmp_path / 'page.html')!r}; written_study(Path(study))\n"
-        "assert command('report', study, '-o', page).exit_code == 0"
+        "assert run('report', study, '-o', page, folder=Path()).returncode == 0"
     )
     assert "optuna" in loaded_by(code)
     assert "torch" not in loaded_by(code)

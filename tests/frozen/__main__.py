@@ -2,7 +2,7 @@
 
     python -m frozen check [PAGE ...]            what differs, as a diff; exit code 1 if anything does
     python -m frozen record [PAGE ...]           records it anew: a change made on purpose, whose reason the commit says
-    python -m frozen replay --out F [--start]    other tunings: --trouble oom=0.3 --budget 120 --tunings 40
+    python -m frozen decide SEED [--tunings N]   the table for other seeds; another checkout's can be held beside it
 
 Run with `tests/` on the path: PYTHONPATH=tests python -m frozen check.
 """
@@ -13,17 +13,12 @@ import argparse
 import difflib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
-# What is recorded, and the commit that `replay --start` compares with.
-RECORDED, START = HERE / "recorded", HERE / "START"
-# Where the starting commit is checked out, beside the tree.
-BESIDE = REPOSITORY / ".frozen"
+RECORDED = Path(__file__).resolve().parent / "recorded"
 
 
 def main() -> int:
@@ -32,21 +27,17 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, told in (("check", "hold the tree against what was recorded"), ("record", "record it anew")):
         command = commands.add_parser(name, help=told)
-        command.add_argument("pages", nargs="*", metavar="PAGE", help="such as help.txt or decisions; all by default")
-    replays = commands.add_parser("replay", help="other simulated tunings, on this tree or on the starting commit")
-    replays.add_argument("--out", type=Path, required=True)
-    replays.add_argument("--start", action="store_true", help="on the starting commit")
-    replays.add_argument("--tunings", type=int, default=42)
-    replays.add_argument("--budget", type=float, default=150.0, help="simulated seconds")
-    replays.add_argument("--objective", default="throughput")
-    replays.add_argument("--variant", default="own space", help="of VARIANTS in tests/frozen/decisions.py")
-    replays.add_argument(
-        "--trouble", nargs="*", default=[], metavar="NAME=VALUE", help="of simulated.landscape.Trouble"
-    )
+        command.add_argument("pages", nargs="*", metavar="PAGE", help="such as help.txt; all by default")
+    decide = commands.add_parser("decide", help="other simulated tunings")
+    decide.add_argument("seed", type=int, help="of the first; the others count on from it")
+    decide.add_argument("--tunings", type=int, default=42)
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if arguments.command == "replay":
-        return replay(arguments)
+    if arguments.command == "decide":
+        from frozen.decisions import cases, rows_of
+
+        print(rows_of(tuple(islice(cases(arguments.seed), arguments.tunings))), end="")
+        return 0
     return held(arguments.pages) if arguments.command == "check" else record(arguments.pages)
 
 
@@ -62,12 +53,12 @@ def found(wanted: Sequence[str] = ()) -> dict[str, str]:
         "names.txt": names.names,
         "texts.txt": texts.texts,
         "tensors.txt": tensors.tensors,
+        "traces.txt": decisions.traces,
+        "decisions.txt": decisions.decisions,
     }
     pages = {name: make() for name, make in makers.items() if _is_wanted(name, wanted)}
     if _is_wanted("schemas/", wanted):
         pages |= commands.schemas()
-    if _is_wanted("decisions/", wanted):
-        pages |= decisions.decisions()
     return {name: _portable(page) for name, page in pages.items()}
 
 
@@ -75,7 +66,7 @@ def held(wanted: Sequence[str]) -> int:
     """Prints what differs from the recording."""
     from frozen.decisions import versions
 
-    expected, now = _expected(), found(wanted)
+    expected, now = expected_pages(), found(wanted)
     names = sorted(name for name in {*expected, *now} if _is_wanted(name, wanted))
     different = [name for name in names if expected.get(name) != now.get(name)]
     for name in different:
@@ -95,7 +86,7 @@ def record(wanted: Sequence[str]) -> int:
     from frozen.decisions import versions
 
     now = found(wanted)
-    for name in _expected().keys() - now.keys():
+    for name in expected_pages().keys() - now.keys():
         if _is_wanted(name, wanted):
             (RECORDED / name).unlink()
     for name, text in {**now, "versions.txt": f"{versions()}\n"}.items():
@@ -105,60 +96,7 @@ def record(wanted: Sequence[str]) -> int:
     return 0
 
 
-def replay(arguments: argparse.Namespace) -> int:
-    """Decides other cases; with `--start` by the starting commit's amptune, through the adapter that it has."""
-    if arguments.start:
-        tree = checkout()
-        paths = os.pathsep.join([str(tree), str(HERE.parent)])
-        environment = {**os.environ, "PYTHONPATH": paths, "FROZEN_ADAPTER": str(tree / "tests/frozen/adapter.py")}
-        words = [word for word in sys.argv[1:] if word != "--start"]
-        line = [sys.executable, "-m", "frozen", *words, "--out", str(arguments.out.resolve())]
-        return subprocess.run(line, cwd=tree, env=environment, check=False).returncode
-    from simulated.landscape import WORKLOADS, trouble_of
-
-    from frozen import decisions
-    from frozen.decisions import Case
-
-    if arguments.variant not in decisions.VARIANTS:
-        sys.exit(f"--variant: {arguments.variant!r} is none of {', '.join(decisions.VARIANTS)}")
-    trouble = trouble_of(arguments.trouble)
-    cases = [
-        Case(
-            workload=WORKLOADS[seed % len(WORKLOADS)], seed=seed, budget_s=arguments.budget,
-            objective=arguments.objective, variant=arguments.variant, trouble=trouble,
-        )
-        for seed in range(arguments.tunings)
-    ]  # fmt: skip
-    import amptune
-
-    print(f"amptune of {Path(amptune.__file__).parents[1]}", file=sys.stderr)
-    told = decisions.in_processes(cases)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text("\n".join(f"== {case.title}\n{text}" for case, text in zip(cases, told, strict=True)))
-    return 0
-
-
-def checkout() -> Path:
-    """The starting commit's tree, beside this one; made where it is not there yet."""
-    commit = START.read_text().split()[0]
-    tree = BESIDE / commit[:12]
-    if not has_start():
-        sys.exit(f"this clone does not have the starting commit {commit}: git fetch --unshallow")
-    if not tree.exists():
-        BESIDE.mkdir(exist_ok=True)
-        (BESIDE / ".gitignore").write_text("*\n")
-        line = ["git", "worktree", "add", "--detach", str(tree), commit]
-        subprocess.run(line, cwd=REPOSITORY, check=True)
-    return tree
-
-
-def has_start() -> bool:
-    """Whether this clone has the starting commit."""
-    line = ["git", "cat-file", "-e", START.read_text().split()[0]]
-    return subprocess.run(line, cwd=REPOSITORY, capture_output=True, check=False).returncode == 0
-
-
-def _expected() -> dict[str, str]:
+def expected_pages() -> dict[str, str]:
     """The recorded pages by name."""
     pages = {str(path.relative_to(RECORDED)): _portable(path.read_text()) for path in RECORDED.rglob("*.*")}
     return {name: page for name, page in sorted(pages.items()) if name != "versions.txt"}

@@ -6,18 +6,24 @@ import json
 import os
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from simulated.landscape import SimulatedClock
+from commands import Done
+from simulated.clock import SimulatedClock
+from simulated.landscape import SyntheticEvaluator
 
-from frozen.adapter import Ran, command
-from frozen.decisions import Case, HarnessEvaluator
+from amptune.cli.entry import cli
+from amptune.cli.session import Session
+from frozen.decisions import Case, evaluator_of
 
-__all__ = ["answers", "errors", "helps", "schemas", "shapes", "shown", "written_study"]
+__all__ = ["answers", "errors", "helps", "schemas", "shapes", "written_study"]
 
 FILES = Path(__file__).parent / "files"
 # Text is wrapped to this width, and not to that of the terminal the harness runs in; nothing is coloured.
@@ -125,7 +131,7 @@ def helps() -> str:
     """The help of the program and of every command."""
     groups = [(), *((name,) for name in COMMANDS), ("profile", "build"), ("profile", "resolve")]
     with _somewhere():
-        return "\n".join(shown((*group, "--help"), command(*group, "--help")) for group in groups)
+        return "\n".join(_shown((*group, "--help"), _ran(*group, "--help")) for group in groups)
 
 
 def errors() -> str:
@@ -136,12 +142,12 @@ def errors() -> str:
         (folder / "empty" / "journal.log").write_text("")
         (folder / "broken").mkdir()
         (folder / "broken" / "journal.log").write_text("no journal\nat all\n")
-        return "\n".join(shown(arguments, _on_a_machine(arguments)) for arguments in MISTAKES)
+        return "\n".join(_shown(arguments, _on_a_machine(arguments)) for arguments in MISTAKES)
 
 
 def schemas() -> dict[str, str]:
     """The JSON Schemas, a page each."""
-    return {f"schemas/{kind}.json": command("schema", kind).stdout for kind in ("policy", "profile", "space")}
+    return {f"schemas/{kind}.json": _ran("schema", kind).stdout for kind in ("policy", "profile", "space")}
 
 
 def answers() -> str:
@@ -158,8 +164,7 @@ def answers() -> str:
         lines += [("profile", "resolve", "files/profile.yaml", "--label", label) for label in labels]
         lines += [("report", "files/study", "--objective", what) for what in ("throughput", "memory")]
         lines += [("explain", "files/study/policy.yaml"), ("report", "files/study", "--json")]
-        told = [shown(line, command(*line)) for line in lines]
-    return "\n".join(told)
+        return "\n".join(_shown(line, _ran(*line)) for line in lines)
 
 
 def shapes() -> str:
@@ -200,22 +205,34 @@ def written_study(folder: Path) -> None:
 def _write_study(folder: Path) -> None:
     line = ("tune", TARGET, "--study", str(folder), "--budget", "60s", "-o", "policy.yaml", "--no-compile")
     ran = _on_a_machine(line)
-    if ran.exit_code:
+    if ran.returncode:
         raise RuntimeError(f"the synthetic machine was not tuned:\n{ran.stderr}")
     shutil.move("policy.yaml", folder / "policy.yaml")
     for lock in folder.glob(".lock*"):
         lock.unlink()
 
 
-def _on_a_machine(arguments: Sequence[str]) -> Ran:
+def _on_a_machine(arguments: Sequence[str]) -> Done:
     """What measures gets the synthetic machine; `verify` of a wrong file does not come to that."""
     if arguments[0] not in ("tune", "diagnose") and arguments[:2] != ("verify", "claims.yaml"):
-        return command(*arguments)
-    clock = SimulatedClock()
-    return command(*arguments, evaluator=HarnessEvaluator(CASE, clock), clock=clock)
+        return _ran(*arguments)
+    return _ran(*arguments, evaluator=evaluator_of(CASE, SimulatedClock()))
 
 
-def shown(arguments: Sequence[str], ran: Ran) -> str:
+def _ran(*arguments: str, evaluator: SyntheticEvaluator | None = None) -> Done:
+    """Runs a command in this process; click's own runner would wrap its help to another width."""
+    clock = time.monotonic if evaluator is None else evaluator.clock
+    session = Session(started=clock(), clock=clock, evaluator=evaluator)
+    stdout, stderr, code = StringIO(), StringIO(), None
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        try:
+            cli.main(arguments, prog_name="amptune", obj=session)
+        except SystemExit as ended:
+            code = ended.code
+    return Done(returncode=code if isinstance(code, int) else 0, stdout=stdout.getvalue(), stderr=stderr.getvalue())
+
+
+def _shown(arguments: Sequence[str], ran: Done) -> str:
     """A command line with all that came of it, paths of this run left out."""
     here = os.path.realpath(os.getcwd())
     streams = "".join(
@@ -223,15 +240,15 @@ def shown(arguments: Sequence[str], ran: Ran) -> str:
         for name, text in (("stdout", ran.stdout), ("stderr", ran.stderr))
         if text.strip()
     )
-    return f"$ amptune {' '.join(arguments)}\nexit {ran.exit_code}\n{streams}".replace(f"{here}/", "").replace(
+    return f"$ amptune {' '.join(arguments)}\nexit {ran.returncode}\n{streams}".replace(f"{here}/", "").replace(
         here, "."
     )
 
 
-def _shape_of(ran: Ran, *, types: bool = True) -> str:
+def _shape_of(ran: Done, *, types: bool = True) -> str:
     """Keys and types, or keys alone: what a machine has not is null there."""
     lines = sorted({line if types else line.partition(": ")[0] for line in _paths(json.loads(ran.stdout), "")})
-    return f"exit {ran.exit_code}\n" + "\n".join(lines) + "\n"
+    return f"exit {ran.returncode}\n" + "\n".join(lines) + "\n"
 
 
 def _paths(value: Any, path: str) -> Iterator[str]:
@@ -253,7 +270,8 @@ def _paths(value: Any, path: str) -> Iterator[str]:
 def _somewhere() -> Iterator[Path]:
     """An empty folder to run commands in, with a script to name and malformed files, and the same width everywhere."""
     before, environment = Path.cwd(), dict(os.environ)
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+    imports = mock.patch("amptune.measure.workers.processes.start_importing")
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), imports:
         warnings.simplefilter("ignore")
         folder = Path(os.path.realpath(name))
         (folder / "train.py").write_text("small = None\n")

@@ -1,62 +1,40 @@
-"""Decisions of simulated tunings: what was tried in which order, what won, and what is claimed of it."""
+"""Decisions of simulated tunings: what each chose, and how far that is from the best; of ten, all that was tried."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import os
+import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from optuna.storages import InMemoryStorage
-from simulated.landscape import (
-    SPACE,
-    WORKLOADS,
-    SimulatedClock,
-    SyntheticEvaluator,
-    Trouble,
-    landscape_of,
-    leaves,
-)
+from simulated.clock import SimulatedClock
+from simulated.landscape import SPACE, WORKLOADS, Landscape, SyntheticEvaluator, Trouble, batch_sizes, landscape_of
 
-from frozen.adapter import (
-    STOCK,
-    AmptuneError,
-    Budget,
-    Decision,
-    Effort,
-    Failure,
-    GlobalBatch,
-    LoopTiming,
-    Measurement,
-    Module,
-    ModuleTrace,
-    Outcome,
-    Parity,
-    Policy,
-    Prepared,
-    Reach,
-    Source,
-    StepProfile,
-    TuningRequest,
-    Wanted,
-    amp_recipe,
-    objective_of,
-    tune_with,
-)
+from amptune.measure.results.outcome import Measurement, Outcome
+from amptune.measure.workers.source import Source
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.decide.decision import Decision
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.request import TuningRequest
+from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.space.global_batch import GlobalBatch
+from amptune.search.space.knobs import points
+from amptune.search.table.objective import objective_of
 
-__all__ = ["CASES", "VARIANTS", "Case", "HarnessEvaluator", "Variant", "decided", "decisions", "in_processes", "told"]
+__all__ = ["CASES", "QUICK", "Case", "cases", "decided", "decisions", "evaluator_of", "rows_of", "traces", "versions"]
 
 BUDGETS_S = (40.0, 80.0, 150.0, 300.0, 600.0)
-OBJECTIVES = ("throughput", "memory", "energy")
-# The module that fp16 breaks in, in the variant in which it does.
-BREAKS = "stage2"
 # Other numbers of threads, or other kernels, sum in another order; a tie is then broken in another way.
 SAME_SUMS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Haswell"}
 
@@ -72,8 +50,7 @@ class Variant:
     baseline: Policy = STOCK
     trials: int | None = None
     compile: bool | None = None
-    pins: Mapping[str, str] | None = None
-    fp16_breaks: bool = False
+    pins: Mapping[str, str] = field(default_factory=dict)
     flat: float | None = None
 
 
@@ -81,7 +58,7 @@ VARIANTS: Mapping[str, Variant] = {
     "plain": Variant(),
     "own space": Variant(space=None, batch_size=None),
     "troubled": Variant(trouble=Trouble(oom=0.2, throttlings=2.0)),
-    "fp16 breaks": Variant(space=None, batch_size=None, fp16_breaks=True),
+    "fp16 breaks": Variant(space=None, batch_size=None, trouble=Trouble(fp16_breaks=True)),
     "many cores": Variant(space=None, trouble=Trouble(graphs_at_once=4)),
     "kept batch": Variant(batch_size=None, whole=4, baseline=amp_recipe("bf16"), trials=15, compile=False),
     "nothing faster": Variant(flat=0.05, pins={"fused_optimizer": "false"}),
@@ -97,162 +74,118 @@ class Case:
     budget_s: float
     objective: str
     variant: str
-    trouble: Trouble | None = None
 
     @property
     def title(self) -> str:
         return f"{self.workload}, seed {self.seed}, {self.budget_s:g} s, {self.objective}, {self.variant}"
 
 
-def _cases() -> Iterator[Case]:
+def cases(first_seed: int = 0) -> Iterator[Case]:
+    """Two tunings of each workload, budget and objective. A workload meets another variant at each of them."""
     names = list(VARIANTS)
-    product = itertools.product((0, 1), OBJECTIVES, BUDGETS_S, WORKLOADS)
+    product = itertools.product((0, 1), ("throughput", "memory", "energy"), BUDGETS_S, WORKLOADS)
     for number, (_, objective, budget_s, workload) in enumerate(product):
-        # A workload meets another variant at each budget and objective.
         variant = names[(number + number // len(WORKLOADS)) % len(names)]
-        yield Case(workload=workload, seed=number, budget_s=budget_s, objective=objective, variant=variant)
+        seed = first_seed + number
+        yield Case(workload=workload, seed=seed, budget_s=budget_s, objective=objective, variant=variant)
 
 
-CASES = tuple(_cases())
+CASES = tuple(cases())
+# Told whole, by seed: nothing is found in a short budget; policies and graphs that run out of memory; a global batch
+# without a compiler; nothing is faster; fp16 breaks and is cured; the machine's own space for long; throttling and
+# memory; a graph that comes too late; fp16 breaks in a short budget; graphs that compile beside one another.
+TRACED = (0, 2, 23, 24, 58, 136, 161, 178, 181, 200)
+# What `make test` decides again.
+QUICK = tuple(sorted(random.Random(71).sample([case.seed for case in CASES if case.budget_s <= 80], 4)))
 
 
-class HarnessEvaluator(SyntheticEvaluator):
-    """The synthetic machine, which counts joules and notes every question too; in `breaks` fp16 is not sound."""
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What became of a tuning; the regret is the score of the truly best policy over that of the one chosen, less 1."""
 
-    def __init__(self, case: Case, clock: SimulatedClock) -> None:
-        variant = VARIANTS[case.variant]
-        landscape = landscape_of(case.workload, variant.flat)
-        super().__init__(landscape, clock, case.trouble or variant.trouble, case.seed)
-        self.asked: list[str] = []
-        self._fp16_breaks = variant.fp16_breaks
-
-    def prepare(self, limit_s: float) -> Prepared:
-        prepared = super().prepare(limit_s)
-        modules = tuple(Module(path=leaf.path, types=(leaf.type, "Module")) for leaf in prepared.subject.leaves)
-        return replace(prepared, subject=replace(prepared.subject, modules=modules))
-
-    def launch(self, policies: Sequence[Policy]) -> None:
-        self._note("launch", *policies)
-        super().launch(policies)
-
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        self._note("compile", *policies)
-        return super().compile(policies, limit_s)
-
-    def begin_compiling(self, policy: Policy, limit_s: float) -> None:
-        self._note("compile", policy)
-        super().begin_compiling(policy, limit_s)
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self._note("measure", policy)
-        outcome = super().measure(policy, effort)
-        if isinstance(outcome, Failure):
-            return outcome
-        return replace(outcome, energy_j_per_sample=_watts(policy) / outcome.samples_per_s)
-
-    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:
-        self._note("judge", policy)
-        sound = super().judge(policy, fp32, seconds, limit_s)
-        if not self._fp16_breaks or policy.autocast != "fp16" or any(r.path == BREAKS for r in policy.fp32_modules):
-            return sound
-        return Parity(failure=Failure(kind="nonfinite", message="the loss is nan in the first step of batch 1"))
-
-    def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:  # noqa: ARG002
-        self._note("trace", policy)
-        kept = {rule.path for rule in policy.fp32_modules}
-        broken = self._fp16_breaks and policy.autocast == "fp16" and BREAKS not in kept
-        return tuple(_traced(leaf.path, leaf.type, broken=broken) for leaf in leaves())
-
-    def profile(self, policy: Policy, limit_s: float) -> StepProfile:  # noqa: ARG002
-        """A step of which a GPU runs two thirds."""
-        ms = self.landscape.true_ms(policy)
-        return StepProfile(
-            device="cuda",
-            steps=5,
-            step_ms=ms,
-            host_ms=0.9 * ms,
-            gpu_busy_ms=2 * ms / 3,
-            kernels=400.0,
-            optimizer_ms=0.1 * ms,
-        )
-
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming:  # noqa: ARG002
-        """A loop that waits a tenth of its time for data."""
-        ms = self.landscape.true_ms(policy)
-        self.clock.advance(seconds)
-        steps = max(1, int(1000 * seconds / (1.1 * ms)))
-        samples = (policy.batch_size or self.landscape.own_batch_size) * policy.accumulate * steps
-        return LoopTiming(
-            samples_per_s=samples / seconds, steps=steps, seconds=seconds, wait_ms=0.1 * ms, copy_ms=0.01 * ms,
-            step_ms=ms, idle_ms=0.1 * ms, host_ms=0.5 * ms, busy_ms=0.99 * ms,
-        )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _note(self, what: str, *policies: Policy) -> None:
-        self.asked.append(f"{what} {' | '.join(map(told, policies))}")
+    policy: str
+    regret: float
+    seconds: float
+    trials: int
+    trace: str
 
 
-def _traced(path: str, kind: str, *, broken: bool) -> ModuleTrace:
-    """Sound numbers; where a dtype breaks, `BREAKS` gives what is not finite, and what follows it gets that."""
-    fine = Reach(largest=2.0, largest_fp32=2.0, error=0.001)
-    lost = Reach(largest=float("inf"), largest_fp32=2.0, error=float("inf"))
-    order = [leaf.path for leaf in leaves()]
-    comes = lost if broken and order.index(path) > order.index(BREAKS) else fine
-    goes = lost if broken and order.index(path) >= order.index(BREAKS) else fine
-    return ModuleTrace(
-        path=path, type=kind, inputs=comes, outputs=goes, gradients_in=fine, gradients_out=fine, weights=fine
-    )
+def evaluator_of(case: Case, clock: SimulatedClock) -> SyntheticEvaluator:
+    variant = VARIANTS[case.variant]
+    return SyntheticEvaluator(landscape_of(case.workload, variant.flat), clock, variant.trouble, case.seed)
 
 
-def _watts(policy: Policy) -> float:
-    """Half precision and compiled kernels draw less, a larger batch a little more: plausible, not measured."""
-    precision = {"off": 650.0, "bf16": 520.0, "fp16": 500.0}[policy.autocast]
-    return precision * (0.93 if policy.compile != "off" else 1.0) * (1.02 if policy.batch_size else 1.0)
-
-
-def decided(case: Case) -> str:
-    """Tunes once in simulated time, and tells what became of it."""
+def decided(case: Case) -> Decided:
+    """Tunes once in simulated time."""
     clock = SimulatedClock()
-    evaluator = HarnessEvaluator(case, clock)
+    evaluator = evaluator_of(case, clock)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            decision = tune_with(evaluator, _request(case, clock, Path(folder)), lambda _: None)
-        except AmptuneError as error:
-            return f"{type(error).__name__}: {error}\n{_asked(evaluator)}"
-    return f"{_told_of(decision)}{_asked(evaluator)}"
+        decision = tune_with(evaluator, _request(case, clock, Path(folder)), lambda _: None)
+    return Decided(
+        policy=_told(decision.policy),
+        regret=_regret(case, evaluator, decision),
+        seconds=clock(),
+        trials=len(decision.trials),
+        trace=f"{_told_of(decision)}{_asked(evaluator)}",
+    )
 
 
 def _request(case: Case, clock: SimulatedClock, folder: Path) -> TuningRequest:
-    variant = VARIANTS[case.variant]
-    whole = None if variant.whole is None else variant.whole * landscape_of(case.workload).own_batch_size
+    trials = VARIANTS[case.variant].trials
     return TuningRequest(
         source=Source(target="synthetic"),
-        wanted=Wanted(
-            baseline=variant.baseline,
-            space=variant.space,
-            pins=variant.pins or {},
-            batch_size=variant.batch_size,
-            global_batch=None if whole is None else GlobalBatch(samples=whole),
-            compile=variant.compile,
-        ),
-        budget=Budget(seconds=case.budget_s, trials=variant.trials, started=clock(), clock=clock),
+        wanted=_wanted(case.workload, case.variant),
+        budget=Budget(seconds=case.budget_s, trials=trials, started=clock(), clock=clock),
         folder=folder,
         study=InMemoryStorage(),  # type: ignore[arg-type]  # Optuna takes one; a journal's 8 ms a trial are saved
         seed=case.seed,
-        objective=objective_of(case.objective, None),
+        objective=objective_of(case.objective),
     )
+
+
+def _wanted(workload: str, variant: str) -> Wanted:
+    of = VARIANTS[variant]
+    whole = None if of.whole is None else GlobalBatch(samples=of.whole * landscape_of(workload).own_batch_size)
+    return Wanted(
+        baseline=of.baseline, space=of.space, pins=of.pins, batch_size=of.batch_size, global_batch=whole,
+        compile=of.compile,
+    )  # fmt: skip
+
+
+def _regret(case: Case, evaluator: SyntheticEvaluator, decision: Decision) -> float:
+    """The best is of the space, with the landscape's batch sizes, and of what was tried; infinite if too slow."""
+    objective, landscape = objective_of(case.objective), evaluator.landscape
+    tried = (decision.policy, decision.baseline.policy, *(trial.policy for trial in decision.trials))
+    known = {**_truths(case.workload, case.variant), **{policy: _truth(landscape, policy) for policy in tried}}
+    needed = known[decision.baseline.policy][0]
+    scores = {
+        policy: objective.score_of(*truth) or 0.0
+        for policy, truth in known.items()
+        if objective.allows_speed(truth[0] / needed) and evaluator.runs(policy) and evaluator.is_sound(policy)
+    }
+    return max(scores.values()) / scores[decision.policy] - 1 if decision.policy in scores else float("inf")
+
+
+def _truth(landscape: Landscape, policy: Policy) -> tuple[float, float, float]:
+    """(samples per second, peak in MiB, joules per sample)."""
+    samples_per_s = landscape.samples_per_s(policy)
+    return samples_per_s, landscape.peak_mib(policy), landscape.watts(policy) / samples_per_s
+
+
+@cache
+def _truths(workload: str, variant: str) -> dict[Policy, tuple[float, float, float]]:
+    landscape = landscape_of(workload, VARIANTS[variant].flat)
+    wanted = _wanted(workload, variant)
+    candidates = candidates_for(landscape.prepared, wanted, sizes=batch_sizes(landscape.own_batch_size))
+    policies = map(candidates.policy_of, points(candidates.space))
+    return {policy: _truth(landscape, policy) for policy in policies}
 
 
 def _told_of(decision: Decision) -> str:
     codes = " ".join(finding.code for finding in decision.findings)
-    tried = "".join(f"  {told(trial.policy)}{_failed(trial.outcome)}\n" for trial in decision.trials)
+    tried = "".join(f"  {_told(trial.policy)}{_failed(trial.outcome)}\n" for trial in decision.trials)
     return (
-        f"policy: {told(decision.policy)}\n"
+        f"policy: {_told(decision.policy)}\n"
         f"claim: {_interval(decision.speedup)}, gain {_interval(decision.gain)}, "
         f"{'provisional' if decision.provisional else 'final'}\n"
         f"findings: {codes}\n"
@@ -268,15 +201,16 @@ def _failed(outcome: Outcome) -> str:
     return "" if isinstance(outcome, Measurement) else f"  ({outcome.kind})"
 
 
-def _asked(evaluator: HarnessEvaluator) -> str:
+def _asked(evaluator: SyntheticEvaluator) -> str:
     """How often the machine was asked what, and a digest of all questions in their order."""
-    kinds = [line.split(" ", 1)[0] for line in evaluator.asked]
+    kinds = [kind for kind, _ in evaluator.asked]
     counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in sorted(set(kinds)))
-    digest = hashlib.sha256("\n".join(evaluator.asked).encode()).hexdigest()[:16]
+    lines = (f"{kind} {' | '.join(map(_told, policies))}" for kind, policies in evaluator.asked)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     return f"asked: {counts}; in {evaluator.clock():.4g} s; {digest}\n"
 
 
-def told(policy: Policy) -> str:
+def _told(policy: Policy) -> str:
     """The settings that depart from stock PyTorch, in a form that no change of amptune's own words touches."""
     departures = []
     for one in fields(policy):
@@ -295,26 +229,48 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def decisions(cases: Sequence[Case] = CASES) -> dict[str, str]:
-    """A page a workload: every case with what was decided, in the order of the cases."""
-    found = in_processes(cases)
-    pages: dict[str, str] = {}
-    for case, text in zip(cases, found, strict=True):
-        name = f"decisions/{case.workload}.txt"
-        pages[name] = pages.get(name, "") + f"== {case.title}\n{text}\n"
-    return pages
+def decisions() -> str:
+    """The table of all."""
+    return rows_of(CASES)
 
 
-def in_processes(cases: Sequence[Case]) -> list[str]:
+def traces() -> str:
+    """Of ten, all that was tried."""
+    chosen = [CASES[seed] for seed in TRACED]
+    return "\n".join(f"== {case.title}\n{one.trace}" for case, one in zip(chosen, in_processes(chosen), strict=True))
+
+
+def rows_of(chosen: Sequence[Case]) -> str:
+    """The rows of the table for these cases, under its heading."""
+    return _table(chosen, in_processes(chosen))
+
+
+def _table(chosen: Sequence[Case], found: Sequence[Decided]) -> str:
+    head = ("seed", "workload", "budget", "objective", "variant", "regret", "seconds", "trials", "policy")
+    lines = [
+        (f"{case.seed}", case.workload, f"{case.budget_s:g} s", case.objective, case.variant, _percent(one.regret),
+         f"{one.seconds:.4g}", f"{one.trials}", one.policy)
+        for case, one in zip(chosen, found, strict=True)
+    ]  # fmt: skip
+    return "".join("{:>4}  {:<17}  {:>5}  {:<10}  {:<14}  {:>7}  {:>7}  {:>6}  {}\n".format(*x) for x in (head, *lines))
+
+
+def _percent(regret: float) -> str:
+    return f"{100 * regret:.1f} %" if regret < float("inf") else "slow"
+
+
+def in_processes(chosen: Sequence[Case]) -> list[Decided]:
     """Each case decided, as many at once as there are cores, in processes whose sums do not depend on the machine."""
     before = {name: os.environ.get(name) for name in SAME_SUMS}
     os.environ.update(SAME_SUMS)
+    alike = sorted(chosen, key=lambda case: (case.workload, case.variant))  # a process knows a space that it has met
     try:
-        with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-            return list(pool.map(decided, cases, chunksize=5))
+        with ProcessPoolExecutor(min(os.cpu_count() or 1, len(chosen)), mp_context=get_context("spawn")) as pool:
+            found = dict(zip(alike, pool.map(decided, alike, chunksize=-(-len(chosen) // 20)), strict=True))
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return [found[case] for case in chosen]
 
 
 def versions() -> str:

@@ -64,13 +64,6 @@ def test_the_largest_batch_that_fits_is_found_and_the_fastest_batch_chosen(tmp_p
 
 
 @pytest.mark.slow
-def test_what_clearly_does_not_fit_is_not_tried(tmp_path: Path) -> None:
-    _, evaluator = tuned(tmp_path, batch_size="auto")
-    too_large = [policy for policy in evaluator.measured if (policy.batch_size or OWN) > LARGEST]
-    assert len(too_large) <= 2  # the finder's own, one of each precision at the most
-
-
-@pytest.mark.slow
 def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger(tmp_path: Path) -> None:
     def twice_as_much(policy: Policy) -> float:
         samples = (policy.batch_size or OWN) * (2 if policy.compile != "off" else 1)
@@ -88,13 +81,6 @@ def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger
 
 
 @pytest.mark.slow
-def test_another_run_resumes_the_study_though_memory_gave_other_sizes(tmp_path: Path) -> None:
-    first, _ = tuned(tmp_path, batch_size="auto")
-    again, _ = tuned(tmp_path, batch_size="auto", budget_s=300)
-    assert {trial.policy for trial in first.trials} <= {trial.policy for trial in again.trials}
-
-
-@pytest.mark.slow
 def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
     whole = GlobalBatch(samples=3072, devices=2)
     decision, evaluator = tuned(tmp_path, batch_size="auto", global_batch=whole)
@@ -106,11 +92,6 @@ def test_a_global_batch_is_kept_exactly(tmp_path: Path) -> None:
     assert "× 2 devices" in finding.message
     assert decision.policy.batch_size == finding.figures["batch_size"]
     assert evaluator.measured
-
-
-def test_a_global_batch_leaves_the_own_batch_unless_that_is_to_be_searched(tmp_path: Path) -> None:
-    decision, _ = tuned(tmp_path, global_batch=GlobalBatch(samples=512))
-    assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
 
 
 @pytest.mark.slow

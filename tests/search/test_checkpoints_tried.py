@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from commands import budget_here, run
-from in_this_process import measuring_here
 from measurements import took
 from simulated.recorded import RecordedEvaluator
 from torch import nn
@@ -39,45 +36,6 @@ MODULES = (
     *(Module(path=path, types=("Block", "Module")) for path in BLOCKS),
     Module(path="head", types=("Linear", "Module")),
 )
-SCRIPT = """
-import torch
-from torch import nn
-from amptune import Workload
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attend = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), nn.Dropout(0.1))
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attend(y, y, y, need_weights=False)[0]
-        return x + self.mlp(x)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-workload = Workload(
-    model=Net,
-    batch=lambda n: torch.randint(50, (n, 32)),
-    loss=lambda model, tokens: nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()),
-    optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-    batch_size=8,
-)
-"""
 ALL, ALTERNATE = ("layers",), ("layers.0", "layers.2", "layers.4")
 
 
@@ -214,15 +172,3 @@ def test_it_wins_where_it_takes_the_least_memory_and_may_take_the_time(
     decision = tune_with(machine, request, lambda _: None)
     assert decision.policy.checkpoint == wins
     assert [one.variant.setting for one in decision.ablation] == (["checkpoint: layers"] if wins else [])
-
-
-def test_a_transformer_is_measured_with_its_blocks_computed_again(tmp_path: Path) -> None:
-    """On this machine's CPU: each choice trains, and one of them is what the study calls the best."""
-    (tmp_path / "blocks.py").write_text(SCRIPT)
-    wish = ("--objective", "memory", "--least-speed", "0.1", "--no-compile", "--trials", "4")
-    pins = ("--set", "autocast=off", "--set", "fused_optimizer=false")
-    with measuring_here(f"{tmp_path}/blocks.py") as here:
-        done = run("tune", "blocks.py", *wish, *pins, "--budget", budget_here(16), folder=tmp_path, evaluator=here)
-    assert done.returncode == 0, done.stderr
-    for measured in ("stock PyTorch", "checkpoint layers", "checkpoint layers.0 + layers.2"):
-        assert re.search(rf" ms .* MiB {re.escape(measured)}$", done.stderr, re.MULTILINE), done.stderr

@@ -56,12 +56,6 @@ def test_a_graph_that_lay_in_the_cache_of_an_earlier_trial_costs_what_that_one_t
     assert findings_of(outcomes, fused)["compile-pays"].figures == {"compile_s": 30.0, "pays_after_steps": 6000}
 
 
-def test_steps_are_compared_by_the_samples_they_train() -> None:
-    large = replace(COMPILED, batch_size=64)
-    found = findings_of({EAGER: took(25.0), large: took(40.0, samples_per_step=64, startup_s=30.0)}, large)
-    assert found["compile-pays"].figures["pays_after_steps"] == 3000
-
-
 def test_a_compiled_winner_that_is_no_faster_in_its_trial_pays_never() -> None:
     found = findings_of({EAGER: took(20.0), COMPILED: took(20.5, startup_s=30.0)}, COMPILED)
     assert found.keys() == {"compile-costs"}
@@ -86,7 +80,3 @@ def test_breaks_and_recompilations_are_told_of() -> None:
     found = findings_of({EAGER: took(25.0), COMPILED: outcome}, COMPILED)
     assert "a call to print" in found["graph-breaks"].message
     assert found["recompiles"].figures == {"graphs": 3}
-
-
-def test_nothing_is_said_where_nothing_was_compiled() -> None:
-    assert findings_of({STOCK: took(60.0), EAGER: took(25.0)}, EAGER) == {}

@@ -9,14 +9,13 @@ from simulated.recorded import RecordedEvaluator
 
 from amptune.errors import SpaceError
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Policy
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
 from amptune.search.sampler.acquisition import features_of, with_features
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import Dimension, Point, Value, points
 from amptune.search.space.space_file import load_space, space_names
-from amptune.search.table.ablation import variants_of
 
 GRAPHS = Policy(autocast="bf16", memory_format="channels_last", cuda_graphs=True, fused_optimizer=True)
 
@@ -48,11 +47,6 @@ def test_they_are_tried_on_compiled_blocks_and_never_on_a_compiled_model(space: 
     assert tried.policy_of(allowed_by_mistake) == Policy(autocast="bf16", compile="default")
 
 
-def test_they_can_be_pinned() -> None:
-    pinned = candidates("hopper", cuda_graphs="on")
-    assert {pinned.policy_of(point).cuda_graphs for point in pinned.space.try_first} == {True}
-
-
 def test_over_several_devices_they_are_not_tried_and_cannot_be_pinned() -> None:
     over_two = replace(RecordedEvaluator("resnet50").prepare(1.0), devices=2)
     wanted = Wanted(baseline=STOCK, space="hopper", pins={})
@@ -72,10 +66,6 @@ def test_their_numerics_are_those_of_the_kernels_they_launch() -> None:
 def test_their_memory_is_an_arm_of_its_own() -> None:
     assert memory_of(GRAPHS) != memory_of(replace(GRAPHS, cuda_graphs=False))
     assert tensors_of(GRAPHS) != tensors_of(replace(GRAPHS, cuda_graphs=False))
-
-
-def test_what_they_buy_is_measured_by_leaving_them_out() -> None:
-    assert replace(GRAPHS, cuda_graphs=False) in {variant.policy for variant in variants_of(GRAPHS)}
 
 
 def test_a_surrogate_sees_them_in_the_modes_of_the_compiler_that_have_them() -> None:
@@ -105,9 +95,3 @@ def test_a_surrogate_tells_compiled_blocks_from_the_whole_model_compiled() -> No
     assert (blocks["cuda_graphs"], blocks["compile"]) == (True, "blocks")
     assert choices("off", "blocks", "default") == ("off", "blocks", "on")
     assert choices("off", "default") == ("off", "on")
-
-
-def test_compiled_a_policy_has_those_of_its_mode() -> None:
-    assert GRAPHS.compiled("reduce-overhead") == replace(GRAPHS, cuda_graphs=False, compile="reduce-overhead")
-    assert GRAPHS.compiled("blocks") == replace(GRAPHS, compile="blocks")
-    assert str(amp_recipe("bf16", cuda_graphs=True)) == "bf16, CUDA graphs"

@@ -56,16 +56,6 @@ class Decoder(RecordedEvaluator):
         return replace(prepared, subject=subject)
 
 
-class Blocks(RecordedEvaluator):
-    """A recorded H200 whose model has repeated blocks and no wide Linears."""
-
-    def prepare(self, limit_s: float) -> Prepared:
-        prepared = super().prepare(limit_s)
-        return replace(
-            prepared, subject=replace(prepared.subject, blocks=("layers.0", "layers.1", "layers.2"), modules=MODULES)
-        )
-
-
 def candidates(
     of: type[RecordedEvaluator], space: str = "hopper", *, saves_memory: bool = False, **pins: str
 ) -> Candidates:
@@ -140,17 +130,6 @@ def test_the_second_graph_is_in_fp8(tmp_path: Path) -> None:
     machine = Decoder("resnet50", true_ms=ms_of, compile_s=20.0)
     tuned(machine, tmp_path, seconds=200.0)
     assert [bool(policy.float8_modules) for policy in machine.compiled_behind[:3]] == [False, True, False]
-
-
-def test_unsound_fp8_does_not_win_and_does_not_bar_bf16(tmp_path: Path) -> None:
-    def parity(policy: Policy) -> Parity | Failure:
-        broken = Failure(kind="nonfinite", message="the loss is nan")
-        return Parity(failure=broken) if policy.float8_modules else Parity()
-
-    decision = tuned(Decoder("resnet50", noise=0.002, true_ms=ms_of, compile_s=20.0, parity=parity), tmp_path)
-    assert decision.policy.float8_modules == ()
-    assert decision.policy.autocast != "off"
-    assert decision.policy.compile != "off"
 
 
 def test_a_judgement_of_a_graph_in_fp8_says_nothing_of_one_in_bf16() -> None:

@@ -15,17 +15,15 @@ from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import GradientParity, Parity
-from amptune.policy.setting_effects import numerics_of
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
+from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Event, PolicyJudged, TrialEnded
+from amptune.search.events import PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.judgements import fp32_of
 from amptune.search.gate.repair import cure_of
 from amptune.search.groundwork import examined
-from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
-from amptune.search.table.ablation import variants_of
 
 UNSOUND = Parity(
     gradients=(
@@ -96,19 +94,6 @@ def test_each_policy_is_judged_once_whatever_its_batch() -> None:
     for batch_size in (None, 64, 256):
         assert not judge.judged_unsound(Policy(autocast="bf16", batch_size=batch_size, accumulate=2))
     assert evaluator.judged == [Policy(autocast="bf16")]
-
-
-def test_the_next_judgement_is_expected_to_take_what_the_last_took_without_the_reference() -> None:
-    """With it, 20 s were kept for judging a winner that takes 3, and the search ended as much earlier."""
-
-    class Slow(RecordedEvaluator):
-        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
-            self.clock.advance(20.0)
-            return Parity(seconds=3.0)
-
-    judge = judge_on(Slow("resnet50"))
-    judge.judgement_of(amp_recipe("bf16"))
-    assert judge.last_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -182,14 +167,6 @@ def test_the_cure_is_what_was_at_fault_and_nothing_more(culprits: tuple[str, ...
     assert all(rule.is_needed for rule in cure.rules)
 
 
-def test_what_a_trace_shows_is_found_in_a_judgement_for_each_culprit() -> None:
-    evaluator = Faulty("resnet50", culprits=("layer.1.conv", "layer.6.norm"))
-    judge, recipe = judge_on(evaluator), amp_recipe("fp16")
-    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, judge.traces_of(recipe))
-    assert cure is not None
-    assert cure.judgements <= 4
-
-
 def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
     evaluator = Faulty("resnet50", culprits=[path for path in PATHS if path.endswith("norm")], shows=False)
     judge, recipe = judge_on(evaluator), amp_recipe("bf16")
@@ -233,31 +210,6 @@ def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(until
 # --- tuning ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_modules_that_a_dtype_needs_in_fp32_are_in_every_policy_of_it(tmp_path: Path) -> None:
-    evaluator = Faulty("resnet50", culprits=("layer.3.norm",))
-    decision, _ = tuned_on(evaluator, tmp_path)
-    assert decision.policy.autocast in ("bf16", "fp16")
-    assert "layer.3.norm" in excluded(decision.policy)
-    cured = next(place for place, policy in enumerate(evaluator.measured) if "layer.3.norm" in excluded(policy))
-    dtype = evaluator.measured[cured].autocast
-    later = [policy for policy in evaluator.measured[cured:] if policy.autocast == dtype]
-    recipes = {amp_recipe(dtype, memory_format=layout) for layout in ("contiguous", "channels_last")}
-    assert all("layer.3.norm" in excluded(policy) for policy in later if policy not in recipes)
-    reasons = [rule.reason for rule in decision.policy.fp32_modules if str(rule) == "layer.3.norm"]
-    assert reasons
-    assert reasons[0] is not None
-    assert reasons[0].risk is not None
-
-
-def test_an_amp_recipe_that_is_not_sound_is_measured_and_does_not_win(tmp_path: Path) -> None:
-    decision, _ = tuned_on(Faulty("resnet50", culprits=("layer.3.norm",)), tmp_path)
-    rejected = [finding for finding in decision.findings if finding.code == "rejected"]
-    assert any("cannot win" in str(finding) for finding in rejected)
-    assert {amp_recipe("bf16"), amp_recipe("fp16")} <= {contender.policy for contender in decision.finalists}
-    assert next(finding.module for finding in decision.findings if finding.code == "first-nonfinite") == "layer.3.norm"
-
-
 def test_a_dtype_that_nothing_cures_is_not_searched(tmp_path: Path) -> None:
     evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
     decision, events = tuned_on(evaluator, tmp_path)
@@ -267,71 +219,12 @@ def test_a_dtype_that_nothing_cures_is_not_searched(tmp_path: Path) -> None:
     assert "fp16" not in {policy.autocast for policy in later if policy.compile == "off"}, "a graph may have been begun"
 
 
-def test_whatever_its_speed_no_policy_wins_that_fails_the_gate(tmp_path: Path) -> None:
-    """channels_last is what makes it fast, and is unsound here, as no real layout is."""
-    evaluator = Faulty(
-        "deeplabv3p", unsound=lambda policy: policy.memory_format == "channels_last" and policy.autocast != "off"
-    )
-    decision, _ = tuned_on(evaluator, tmp_path)
-    assert decision.policy.memory_format == "contiguous" or decision.policy.autocast == "off"
-    assert decision.speedup.value > 1
-    assert any(finding.code == "rejected" for finding in decision.findings)
-
-
-def test_the_winner_is_judged_and_the_evidence_says_how_much_room_is_left(tmp_path: Path) -> None:
-    decision, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
-    judged = {event.judgement.policy for event in events if isinstance(event, PolicyJudged)}
-    assert numerics_of(decision.policy) in judged
-    assert decision.policy_file.evidence["parity"]["share_of_allowed"] == 0.0
-    assert "not-judged" not in {finding.code for finding in decision.findings}
-
-
-@pytest.mark.slow
-def test_a_precision_is_judged_once_in_the_memory_format_that_leads(tmp_path: Path) -> None:
-    """Judged in stock PyTorch's format first, one model in eight spent 11 s of 120 on judging the other later."""
-    evaluator = RecordedEvaluator("deeplabv3p")
-    decision, _ = tuned_on(evaluator, tmp_path)
-    assert decision.policy.memory_format == "channels_last"
-    assert evaluator.judged == [numerics_of(decision.policy)]
-
-
-@pytest.mark.slow
-def test_a_format_that_fails_does_not_fail_its_precision(tmp_path: Path) -> None:
-    evaluator = Faulty("deeplabv3p", unsound=lambda policy: policy.memory_format != "contiguous")
-    decision, _ = tuned_on(evaluator, tmp_path)
-    assert decision.policy.autocast == "fp16"
-    assert decision.policy.memory_format == "contiguous"
-    assert evaluator.traced == [], "nothing is to be cured"
-
-
 @pytest.mark.slow
 def test_without_a_reference_tuning_goes_on_and_says_that_nothing_was_judged(tmp_path: Path) -> None:
     decision, _ = tuned_on(Faulty("resnet50", reference_fails=True), tmp_path)
     assert decision.speedup.value > 1
     assert sum(finding.code == "no-reference" for finding in decision.findings) == 1
     assert "the loss is nan" in " ".join(map(str, decision.findings))
-
-
-def test_what_the_numerics_need_is_no_setting_to_revert() -> None:
-    needed = Fp32Rule(path="layer.3.norm", reason=Reason(risk=70.0))
-    faster = Fp32Rule(path="stem", reason=Reason(saves_ms=0.4))
-    policy = Policy(autocast="bf16", fp32_modules=(needed, faster))
-    settings = {variant.setting: variant.policy for variant in variants_of(policy)}
-    assert set(settings) == {"autocast", "fp32_modules: stem"}
-    assert settings["fp32_modules: stem"].fp32_modules == (needed,)
-
-
-def test_interrupted_while_judging_the_best_so_far_is_provisional(tmp_path: Path) -> None:
-    class Interrupted(RecordedEvaluator):
-        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:  # noqa: ARG002
-            raise KeyboardInterrupt
-
-    evaluator = Interrupted("resnet50")
-    with pytest.raises(TuningInterrupted) as caught:
-        tune_with(evaluator, request_in(tmp_path, evaluator.clock), list[Event]().append)
-    decision = caught.value.decision
-    assert decision is not None
-    assert decision.provisional
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------
@@ -371,19 +264,6 @@ def test_of_compiled_policies_one_graph_of_a_dtype_is_judged(tmp_path: Path) -> 
     assert not {"not-judged", "graph-not-judged"} & {finding.code for finding in decision.findings}
 
 
-def test_a_graph_that_is_not_as_good_as_fp32_does_not_win(tmp_path: Path) -> None:
-    _, decision = tuned_with_graphs(tmp_path, seconds=600, unsound=lambda policy: policy.compile != "off")
-    assert decision.policy.compile == "off"
-    assert decision.speedup.value > 1
-    assert any("compile" in str(finding) for finding in decision.findings if finding.code == "rejected")
-
-
-def test_a_compiled_policy_cannot_win_where_it_fails_without_its_graph(tmp_path: Path) -> None:
-    evaluator, decision = tuned_with_graphs(tmp_path, unsound=lambda p: p.autocast == "fp16" and p.compile == "off")
-    assert decision.policy.autocast != "fp16"
-    assert not [policy for policy in evaluator.judged if policy.compile != "off" and policy.autocast == "fp16"]
-
-
 def test_a_graph_that_there_is_no_time_to_judge_is_told_of(tmp_path: Path) -> None:
     evaluator, decision = tuned_with_graphs(tmp_path, seconds=80)
     assert decision.policy.compile != "off"
@@ -420,32 +300,6 @@ def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again(
         assert judge.judgements.unjudged_because(policy) == TOO_LARGE
     assert judge.judgements.is_graph_open(replace(other, autocast="fp16"))
     assert judge.judgements.unjudged_because(replace(other, compile="off")) is None
-
-
-@pytest.mark.parametrize(("given_s", "limit_s"), [(1000.0, 90.0), (40.0, 40.0)])
-def test_a_graph_is_judged_in_what_the_plan_gives_and_its_share_of_the_budget(given_s: float, limit_s: float) -> None:
-    class Limited(RecordedEvaluator):
-        limits_s: ClassVar[list[float]] = []
-
-        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
-            self.limits_s.append(limit_s)
-            return super().judge(policy, fp32, seconds, limit_s)
-
-    evaluator = Limited("resnet50")
-    judge_on(evaluator).judge_graph(Policy(autocast="bf16", compile="default"), given_s)
-    assert evaluator.limits_s == [limit_s]
-
-
-@pytest.mark.parametrize(("share", "is_judged"), [(0.25, True), (0.04, False)])
-def test_a_graph_is_judged_if_judging_stays_within_its_share_of_the_budget(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_judged: bool
-) -> None:
-    """It compiles in 20 s, so compiling it for the gate is expected to take 26 of 600."""
-    monkeypatch.setattr("amptune.search.gate.judge.JUDGING_SHARE", share)
-    evaluator, decision = tuned_with_graphs(tmp_path, seconds=600)
-    assert any(policy.compile != "off" for policy in evaluator.judged) is is_judged
-    told = [str(finding) for finding in decision.findings if finding.code == "graph-not-judged"]
-    assert bool(told) is not is_judged
 
 
 def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from commands import budget_here
 from simulated.recorded import RecordedEvaluator
-from torch import nn
 
-from amptune import Workload
 from amptune.errors import SpaceError
 from amptune.measure.results.half_effects import ModuleTrace, Reach
-from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, Reason, amp_recipe
-from amptune.search.api import tune
-from amptune.search.events import Event, PolicyJudged, TrialEnded
 from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements, fp32_of, is_graph_like
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points
-from amptune.search.space.space_file import load_space, space_names
 from amptune.search.table.ablation import variants_of
 from amptune.search.table.verdict import departure_count
 
@@ -43,10 +35,6 @@ def policies(tried: Candidates) -> list[Policy]:
     return [tried.policy_of(point) for point in points(tried.space)]
 
 
-def test_the_spaces_of_gpus_up_to_turing_have_half_weights() -> None:
-    assert {name for name in space_names() if "half" in load_space(name).choices("weights")} == WITH_HALF_WEIGHTS
-
-
 @pytest.mark.parametrize("space", sorted(WITH_HALF_WEIGHTS))
 def test_half_weights_are_tried_with_master_weights_and_never_under_autocast(space: str) -> None:
     tried = policies(candidates(space))
@@ -55,10 +43,6 @@ def test_half_weights_are_tried_with_master_weights_and_never_under_autocast(spa
     assert {policy.recipe for policy in half} == {O2}
     assert {policy.weights for policy in tried if policy.autocast != "off"} == {"fp32"}
     assert O2 in candidates(space).first
-
-
-def test_a_space_without_half_weights_tries_none() -> None:
-    assert {policy.weights for policy in policies(candidates())} == {"fp32"}
 
 
 def test_pinned_half_weights_are_tried_where_the_space_has_none() -> None:
@@ -145,33 +129,3 @@ def test_what_is_found_of_their_numerics_names_them() -> None:
     assert str(where).endswith("in FP32 it reaches 1e+06, and fp16 holds 6.55e+04 at most")
     assert where.figures["weights"] == "half"
     assert str(unsound).startswith("training with half weights is not as good as FP32 (nonfinite: the loss is nan); no")
-
-
-@pytest.mark.slow
-def test_half_weights_are_tuned_on_a_cpu(tmp_path: Path) -> None:
-    """By real workers: trials, the gate, the finals."""
-    events: list[Event] = []
-    workload = Workload(
-        model=lambda: nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)),
-        batch=lambda n: (torch.randn(n, 16), torch.randint(4, (n,))),
-        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-        batch_size=32,
-    )
-    decision = tune(
-        workload,
-        pins={"weights": "half"},
-        budget_s=float(budget_here(14).removesuffix("s")),
-        trials=6,
-        compile=False,
-        device="cpu",
-        study=tmp_path,
-        observer=events.append,
-    )
-    trials = {event.trial.policy: event.trial.outcome for event in events if isinstance(event, TrialEnded)}
-    half = [outcome for policy, outcome in trials.items() if policy.weights == "half"]
-    assert half
-    assert all(isinstance(outcome, Measurement) for outcome in half), half
-    said = {event.judgement.policy.recipe: event.judgement for event in events if isinstance(event, PolicyJudged)}
-    assert said[O2].passes, said[O2]
-    assert decision.policy.weights == "half" or decision.policy.autocast == "off"

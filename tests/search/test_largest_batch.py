@@ -12,8 +12,8 @@ import pytest
 from measurements import took
 
 from amptune.measure.results.outcome import Failure, FailureKind, Measurement, Outcome
-from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.batch_size.largest_size import MOST_TIMES_OWN, Sizes
+from amptune.policy.settings import STOCK, Policy
+from amptune.search.batch_size.largest_size import MOST_TIMES_OWN
 from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.batch_size.memory_runs import FixedPart
 from amptune.search.batch_size.probing import LargestBatch, Sizer
@@ -121,10 +121,6 @@ def fragmenting(rng: random.Random) -> Device:
     return device
 
 
-def tiny(rng: random.Random) -> Device:
-    return linear(rng, (0.0003, 0.002))
-
-
 def huge(rng: random.Random) -> Device:
     """The own batch uses about 80 %, much of it whatever the batch."""
     weights = LIMIT_MIB * rng.uniform(0.02, 0.12)
@@ -139,22 +135,6 @@ def too_large(rng: random.Random) -> Device:
     return linear(rng, (1.0, 12.0))
 
 
-def noisy(rng: random.Random) -> Device:
-    """Peaks go up and down from size to size by a percent."""
-    device = linear(rng)
-    takes, seed, spread = device.takes, rng.random(), rng.uniform(0.002, 0.01)
-    device.takes = lambda n: takes(n) * (1 + random.Random(f"{seed} {n}").uniform(-spread, spread))
-    return device
-
-
-def heavy(rng: random.Random) -> Device:
-    """A handful of samples fill the memory."""
-    device = linear(rng)
-    each = LIMIT_MIB * rng.uniform(0.2, 0.7)
-    device.takes, device.own = lambda n: each * n, 1
-    return device
-
-
 def elastic(rng: random.Random) -> Device:
     """cudnn.benchmark tries workspaces as large as there is room for, and takes smaller ones where there is none."""
     device = linear(rng)
@@ -162,15 +142,6 @@ def elastic(rng: random.Random) -> Device:
     least = workspace * rng.uniform(0, 0.05)
     device.takes = lambda n: takes(n) + workspace
     device.gives = lambda _: workspace - least
-    return device
-
-
-def stepping(rng: random.Random) -> Device:
-    """Small batches have their peak in the optimizer step, which takes the same for all of them."""
-    device = huge(rng)
-    device.own = max(1, device.own // rng.choice([4, 8, 16]))
-    takes, step = device.takes, device.fixed_mib * rng.uniform(0.1, 1.0)
-    device.takes = lambda n: max(takes(n), step)
     return device
 
 
@@ -182,12 +153,6 @@ def swelling(rng: random.Random) -> Device:
     device.gives = lambda n: (swollen - 1.02) * takes(n)
     device.swells = True
     device.siblings = rng.choice([(device.own,), (device.own, 2 * device.own)])
-    return device
-
-
-def swelling_alone(rng: random.Random) -> Device:
-    device = swelling(rng)
-    device.siblings = ()
     return device
 
 
@@ -209,34 +174,18 @@ def pressed(rng: random.Random) -> Device:
     return device
 
 
-def all_at_once(rng: random.Random) -> Device:
-    """Jumps, noise, fragmentation, and a small workspace that gives way."""
-    device, noise, frayed = jumping(rng), random.Random(rng.random()).random(), fragmenting(rng)
-    takes, workspace = device.takes, LIMIT_MIB * rng.uniform(0.0, 0.05)
-    device.takes = lambda n: takes(n) * (1 + random.Random(f"{noise} {n}").uniform(-0.003, 0.003)) + workspace
-    device.gives = lambda _: workspace
-    device.fragments = frayed.fragments
-    return device
-
-
 # With how many of a hundred draws' answers must be within 3 % of the largest; the own batch's peak known, and not.
 CHARACTERS: dict[Callable[[random.Random], Device], tuple[int, int]] = {
     linear: (99, 99),
-    tiny: (99, 99),
     huge: (99, 99),
     too_large: (99, 99),
-    noisy: (99, 99),
     jumping: (95, 95),
     fragmenting: (95, 95),
     elastic: (95, 95),
     caching: (95, 90),
-    # Harder than a GPU should be: reported, and held where they are.
-    all_at_once: (90, 85),
     # Where a third more samples run, steps that may fail must be longer than a failure is forgiven.
     pressed: (65, 60),
-    stepping: (90, 85),
     swelling: (85, 85),
-    swelling_alone: (0, 0),
 }
 
 
@@ -288,137 +237,39 @@ def test_few_runs_find_the_largest_batch_with_one_out_of_memory_at_most(
     assert sum(good) >= least * len(good)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Real:
-    """A course on an H200 in bf16, limited by the allocator: what was allocated is on a line within 1 %.
-
-    How much of what was reserved beyond is lost, `fragments` near the limit, follows from the `largest` that ran.
-    """
-
-    own: int
-    largest: int
-    limit_gib: int
-    parameters: int
-    fixed_mib: float
-    each_mib: float
-    fragments: float
-    caches: float
-    gives_mib: float = 0.0
-
-    @property
-    def device(self) -> Device:
-        return Device(
-            fixed_mib=self.fixed_mib,
-            takes=lambda n: self.each_mib * n,
-            own=self.own,
-            weights_mib=4 * self.parameters / 2**20,
-            gives=lambda _: self.gives_mib,
-            fragments=lambda share: self.fragments * share,
-            caches=self.caches,
-            limit_mib=1024.0 * self.limit_gib,
-        )
-
-
-DEEPLAB = Real(
-    own=4,
-    largest=27,
-    limit_gib=24,
-    parameters=26_700_000,
-    fixed_mib=620,
-    each_mib=824,
-    fragments=0.043,
-    caches=0.023,
-)
+# Courses on an H200 in bf16, limited by the allocator: what was allocated is on a line within 1 %. How much of what
+# was reserved beyond is lost, near the limit, follows from the largest batch that ran.
 REAL = {
-    "bert_base": Real(
-        own=16,
-        largest=50,
-        limit_gib=20,
-        parameters=110_000_000,
-        fixed_mib=1527,
-        each_mib=327.5,
-        fragments=0.15,
-        caches=0.075,
-    ),
-    "densenet161": Real(
-        own=256,
-        largest=1879,
-        limit_gib=5,
-        parameters=26_500_000,
-        fixed_mib=335,
-        each_mib=2.44,
-        fragments=0.042,
-        caches=0.065,
-    ),
-    "resnet50": Real(
-        own=128,
-        largest=158,
-        limit_gib=7,
-        parameters=25_600_000,
-        fixed_mib=395,
-        each_mib=43.4,
-        fragments=0.0,
-        caches=0.2,
-        gives_mib=105,
-    ),
-    "deeplabv3plus": DEEPLAB,
-    "deeplabv3plus with more memory": replace(DEEPLAB, limit_gib=31, largest=36),
-}
+    "bert_base": (50, Device(
+        own=16, limit_mib=20 * 1024.0, fixed_mib=1527, takes=lambda n: 327.5 * n, weights_mib=419.6,
+        fragments=lambda share: 0.15 * share, caches=0.075,
+    )),
+    "resnet50": (158, Device(
+        own=128, limit_mib=7 * 1024.0, fixed_mib=395, takes=lambda n: 43.4 * n, weights_mib=97.7,
+        gives=lambda _: 105, caches=0.2,
+    )),
+    "deeplabv3plus": (27, Device(
+        own=4, limit_mib=24 * 1024.0, fixed_mib=620, takes=lambda n: 824 * n, weights_mib=101.9,
+        fragments=lambda share: 0.043 * share, caches=0.023,
+    )),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("real", REAL.values(), ids=REAL)
-def test_on_real_courses_the_answer_is_within_3_percent(real: Real) -> None:
-    found = found_on(real.device)
-    assert real.device.largest == real.largest
+@pytest.mark.parametrize("name", REAL)
+def test_on_real_courses_the_answer_is_within_3_percent(name: str) -> None:
+    largest, device = REAL[name]
+    assert device.largest == largest
+    found = found_on(replace(device, ran=set()))
     assert found.batch_size is not None
-    assert found.batch_size >= 0.97 * real.largest
+    assert found.batch_size >= 0.97 * largest
     assert len(found.probes) <= 6
     assert found.ooms <= 1
-
-
-@pytest.mark.parametrize("most_probes", [2, 6])
-def test_a_step_that_may_fail_is_longer_than_forgiven_only_where_too_few_runs_are_left(most_probes: int) -> None:
-    device = REAL["bert_base"].device
-    model = MemoryModel(limit_mib=device.limit_mib, fixed=device.fixed_part)
-    model = model.with_outcomes((STOCK, n, device(n)) for n in (16, 41, 46))
-    sizer = Sizer(lambda policy: device(policy.batch_size or 0), model, device.own, most_probes=most_probes)
-    failed = min(probe.batch_size for probe in sizer.largest(STOCK).probes if probe.is_oom)
-    below = max(n for n in device.ran if n < failed)
-    assert (below >= 0.97 * (failed - 1)) == (most_probes == 6)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.4, 0.7])
 def test_where_a_handful_of_samples_fill_the_memory_the_largest_is_found_exactly(share: float) -> None:
     device = Device(fixed_mib=2000, takes=lambda n: share * LIMIT_MIB * n, own=1)
     assert found_on(device).batch_size == device.largest == int(0.98 / share)
-
-
-def test_the_checks_of_answers_can_fail() -> None:
-    """A finder that trusts the first prediction, without a second look, is caught by the jumps."""
-
-    def naive(device: Device) -> int:
-        peaks = [device(n) for n in (device.own, 2 * device.own)]
-        if not all(isinstance(peak, Measurement) for peak in peaks):
-            return 0
-        low, high = (peak.peak_allocated_mib for peak in peaks)  # type: ignore[union-attr]
-        return int(device.own * (1 + (device.limit_mib - low) / max(1.0, high - low)))
-
-    devices = [jumping(random.Random(seed)) for seed in range(100)]
-    assert sum(device.fits(naive(device)) and naive(device) >= 0.97 * device.largest for device in devices) < 60
-
-
-def test_what_is_known_costs_no_probe() -> None:
-    device = linear(random.Random(3))
-    bare, helped = found_on(device), found_on(device, known=True)
-    assert helped.batch_size == bare.batch_size
-    assert len(helped.probes) == len(bare.probes) - 1
-
-
-def test_nothing_is_tried_twice() -> None:
-    for character in CHARACTERS:
-        for seed in range(50):
-            sizes = [probe.batch_size for probe in found_on(character(random.Random(seed))).probes]
-            assert len(set(sizes)) == len(sizes)
 
 
 def test_of_allowed_sizes_the_largest_that_fits_is_found() -> None:
@@ -438,14 +289,6 @@ def test_a_known_size_that_is_not_allowed_is_no_answer() -> None:
     device = Device(fixed_mib=0, takes=lambda n: LIMIT_MIB / 110 * n, own=100, weights_mib=0)
     model = MemoryModel(limit_mib=LIMIT_MIB).with_outcome(STOCK, 100, device(100))
     assert find_largest(device, 100, LIMIT_MIB, model=model, allowed=[64, 96, 128]).batch_size == 96
-
-
-@pytest.mark.parametrize("n", [1, 7, 63, 250, 399, 801, 12345])
-def test_sizes_are_round_where_that_costs_next_to_nothing(n: int) -> None:
-    size = Sizes.around(32).at_most(n)
-    assert n - size < 0.01 * n
-    assert n < 800 or size % 8 == 0
-    assert Sizes.around(32).at_least(size) == size
 
 
 def test_the_search_ends_at_4096_times_the_own_batch() -> None:
@@ -529,13 +372,3 @@ def test_a_sizer_learns_from_trials_and_from_its_own_runs() -> None:
     assert sizer.largest(STOCK).batch_size == first.batch_size
     assert sizer.predicts_oom(Policy(batch_size=3000))
     assert not sizer.predicts_oom(Policy(batch_size=first.batch_size))
-
-
-def test_both_half_types_are_one_search() -> None:
-    device = Device(fixed_mib=1000, takes=lambda n: 55.0 * n, own=32)
-    sizer = Sizer(
-        run=lambda policy: device(policy.batch_size or 0), model=MemoryModel(limit_mib=LIMIT_MIB), own_batch_size=32
-    )
-    assert sizer.largest(amp_recipe("bf16")).probes
-    assert sizer.largest(amp_recipe("fp16")).probes == ()
-    assert sizer.largest(STOCK).probes

@@ -39,11 +39,6 @@ def test_a_graph_has_to_win_back_what_compiling_it_took(steps: int, late: bool) 
         assert found[GRAPH].speedup == pytest.approx(1.25)
 
 
-def test_a_policy_with_the_same_graph_starts_as_late() -> None:
-    fused = replace(GRAPH, fused_optimizer=True)
-    assert set(late_starts([*ROWS, row(fused, took(7.0, startup_s=1.0))], STOCK, 10)) == {GRAPH, fused}
-
-
 def test_a_larger_batch_takes_fewer_steps_of_the_same_training() -> None:
     """In 12,000 steps of the baseline, half as many: 40 s in place of twice 60."""
     large = replace(GRAPH, batch_size=64)

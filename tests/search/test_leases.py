@@ -11,36 +11,19 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from commands import WORKLOADS, budget_here, process
 from killed_workers import POSTGRESQL, TESTS, killed, postgresql
 from test_policy_sampler import opened
 
 from amptune.errors import DeviceError, StudyError
 from amptune.measure.results.outcome import Failure
-from amptune.measure.workers.cpu_share import cores
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import Policy, amp_recipe
 from amptune.search.pipeline import locked
 from amptune.search.sampler.backend import database_at
-from amptune.search.sampler.leases import GONE_S, Leases
-from amptune.search.sampler.storage import recall
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
 from amptune.search.table.trial import Trial
 
 RECIPE = amp_recipe("bf16")
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def leases_of(study: Study) -> Leases:
-    leases = study._store._leases
-    assert leases is not None
-    return leases
 
 
 def asked(study: Study) -> Suggestion:
@@ -53,32 +36,9 @@ def trial(policy: Policy, run: str) -> Trial:
     return Trial(number=0, policy=policy, outcome=Failure(kind="oom", message=""), seconds=1.0, run=run)
 
 
-@pytest.mark.slow
-def test_a_trial_is_tried_again_once_its_workers_counter_stands_still(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    first, second = opened(url), opened(url)
-    clock = Clock()
-    leases_of(second).clock = clock
-    early = asked(first)
-    assert early.policy == RECIPE
-    for _ in range(3):  # it takes longer than a worker is waited for, but lives
-        leases_of(first).beat()
-        other = asked(second)
-        assert other.policy != RECIPE
-        second.forget(other)
-        clock.now_s += GONE_S - 1
-    clock.now_s += 2
-    again = asked(second)
-    assert again.policy == RECIPE
-    second.tell(again, trial(RECIPE, "second"))
-    first.tell(early, trial(RECIPE, "first"))
-    first.forget(early)
-    assert [one.run for one in opened(url).trials] == ["second"]
-
-
 def test_a_worker_counts_on_until_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("amptune.search.sampler.leases.BEAT_S", 0.01)
-    leases = leases_of(opened(f"sqlite:///{tmp_path / 'study.db'}"))
+    leases = opened(f"sqlite:///{tmp_path / 'study.db'}")._store._leases
     leases.begin()
     while leases._beats < 3:
         pass
@@ -112,17 +72,6 @@ def test_a_killed_workers_trial_is_tried_again_at_once_on_its_machine(tmp_path: 
         assert other.policy != RECIPE
         worker.kill()
     assert asked(study).policy == RECIPE
-
-
-def test_half_a_record_of_a_killed_writer_is_dropped_before_the_next(tmp_path: Path) -> None:
-    first, second = opened(tmp_path), opened(tmp_path)
-    for study, policy in ((first, RECIPE), (second, STOCK)):
-        with (tmp_path / "journal.log").open("a") as journal:
-            journal.write('{"op_code": 5, "wor')
-        suggestion = study.suggest(wanted=policy)
-        assert suggestion is not None
-        study.tell(suggestion, trial(policy, "run"))
-    assert [one.policy for one in opened(tmp_path).trials] == [RECIPE, STOCK]
 
 
 # A writer that is killed while it holds the journal's lock.
@@ -183,30 +132,6 @@ def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str)
             left = killed(url, 5, workers=2)
     assert left.told > 0
     assert (left.lost, left.twice, left.running) == (0, 0, 0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux" or cores() < 2, reason="needs Linux and two CPU cores")
-def test_two_workers_of_one_command_share_a_database(tmp_path: Path) -> None:
-    if POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
-        pytest.skip("needs PostgreSQL and psycopg2")
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    (tmp_path / "server").mkdir()
-    command = [
-        "tune",
-        "train.py:small",
-        "--device",
-        "cpu",
-        "--workers",
-        "2",
-        "--no-compile",
-        "--budget",
-        budget_here(8),
-    ]
-    with postgresql(tmp_path / "server") as url:
-        done = process(*command, "--study", url, folder=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert len({trial.run for trial in recall(url).trials}) == 2
 
 
 def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from tables import BF16, BF16_LAST, FP16, block, row
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
-from amptune.search.narrowing import MEASURING_LIMIT_S, Narrowing
-from amptune.search.plan.budget import SHORT_S, Budget
+from amptune.search.narrowing import Narrowing
+from amptune.search.plan.budget import Budget
 from amptune.search.table.effects import GPU
-from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.row import Row
 from amptune.search.table.verdict import Verdict, verdict_of
 
@@ -50,7 +49,6 @@ class Bench:
     times_ms: dict[Policy, float] = field(default_factory=lambda: dict(TRUE_MS))
     seconds: float = 300.0
     noise: float = 0.002
-    objective: Objective = THROUGHPUT
     bar: Callable[[Policy], str | None] = lambda _: None
     unseen: Callable[[Policy], Iterable[Policy]] = lambda _: ()
     rejects: Callable[[Policy], bool] = lambda _: False
@@ -66,7 +64,6 @@ class Bench:
             noise=self.noise,
             interfere=self.interfere,
             true_ms=self.times_ms.__getitem__,
-            watts=lambda _: 300.0,
         )
         self.narrowing = Narrowing(
             evaluator=self.machine,
@@ -75,7 +72,6 @@ class Bench:
             run="this run",
             verdict=self.verdict,
             keep=self.rows.append,
-            objective=self.objective,
             bar=self.bar,
             unseen=self.unseen,
             rejects=self.rejects,
@@ -83,7 +79,7 @@ class Bench:
         )
 
     def verdict(self) -> Verdict | None:
-        return verdict_of(self.rows, STOCK, GPU, self.objective, self.bar)
+        return verdict_of(self.rows, STOCK, GPU, bar=self.bar)
 
     def until_known(self) -> None:
         """Rounds until more tell little, or the budget is spent."""
@@ -125,46 +121,14 @@ def test_policies_are_measured_in_turn_and_in_changing_order() -> None:
     assert len({tuple(one) for one in rounds}) == 2
 
 
-def test_the_baseline_and_the_leader_take_part_in_every_round() -> None:
-    bench = Bench()
-    bench.known(STOCK, BF16, FP16, BF16_LAST)
-    assert len(bench.machine.launched) > 1
-    assert all({STOCK, BF16} <= set(policies) for policies in bench.machine.launched)
-
-
-def test_a_policy_far_behind_leaves_its_rounds_to_the_others() -> None:
+def test_a_plain_gain_is_confirmed_in_a_few_rounds_of_the_baseline_and_the_leader() -> None:
     bench = Bench()
     verdict = bench.known(STOCK, BF16, FP16, BF16_LAST)
-    assert bench.machine.measured.count(BF16_LAST) == 1
-    assert bench.machine.measured.count(BF16) > 1
-    assert verdict.contender_of(BF16_LAST) is not None
-
-
-def test_a_plain_gain_is_confirmed_in_a_few_rounds() -> None:
-    bench = Bench()
-    verdict = bench.known(STOCK, BF16)
     assert (verdict.winner.policy, verdict.confidence) == (BF16, "confirmed")
     assert len(bench.machine.launched) >= 2, "a launch of its own confirms"
+    assert all({STOCK, BF16} <= set(policies) for policies in bench.machine.launched)
+    assert bench.machine.measured.count(BF16_LAST) == 1 < bench.machine.measured.count(BF16)
     assert bench.spent_s < 100
-
-
-def test_a_plain_loss_keeps_the_baseline_in_a_few_rounds() -> None:
-    bench = Bench(times_ms={STOCK: 10.0, BF16: 20.0, FP16: 22.0})
-    verdict = bench.known(STOCK, BF16, FP16)
-    assert verdict.keeps_the_baseline
-    assert bench.spent_s < 100
-
-
-def test_each_row_tells_its_run_its_launch_and_when_it_ended() -> None:
-    bench = Bench()
-    bench.known(STOCK, BF16)
-    assert {one.run for one in bench.rows} == {"this run"}
-    moments_s = [one.moment_s for one in bench.rows]
-    assert moments_s[:2] == [LAUNCH_S + BLOCK_S, LAUNCH_S + 2 * BLOCK_S]
-    assert moments_s == sorted(moments_s)
-    assert [one.launch for one in bench.rows[:2]] == ["comparison 0"] * 2
-    assert len({one.launch for one in bench.rows}) == len(bench.machine.launched)
-    assert [one.policy for one in bench.rows] == bench.machine.measured
 
 
 def test_every_block_is_an_event_and_a_comparison_is_announced_when_somebody_new_takes_part() -> None:
@@ -172,26 +136,18 @@ def test_every_block_is_an_event_and_a_comparison_is_announced_when_somebody_new
     bench.known(STOCK, BF16)
     blocks = [event for event in bench.events if isinstance(event, ContenderMeasured)]
     assert [(one.policy, one.outcome) for one in blocks] == [(one.policy, one.outcome) for one in bench.rows]
-    assert [one.launch for one in blocks] == [int(one.launch.split()[-1]) for one in bench.rows]
+    assert [f"{one.stage} {one.launch}" for one in blocks] == [one.launch for one in bench.rows]
     started = [event for event in bench.events if isinstance(event, ComparisonStarted)]
     assert [set(event.policies) for event in started] == [{STOCK, BF16}, {STOCK, BF16, FP16}]
     assert [event.leader for event in started] == [None, BF16]
-    assert [event.stage for event in started] == ["comparison"] * 2
 
 
-def test_rounds_of_the_same_policies_are_announced_once() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=100.0)
-    bench.known(STOCK, BF16)
-    assert len(bench.rows) > 4
-    assert sum(isinstance(event, ComparisonStarted) for event in bench.events) == 1
-
-
-def test_a_round_of_policies_measures_each_once_in_a_fresh_process() -> None:
+def test_a_round_of_policies_measures_each_once_in_a_fresh_process_though_the_budget_is_spent() -> None:
     bench = Bench(seconds=0.0)
     bench.narrowing.round_of((STOCK, BF16, FP16))
     assert bench.machine.launched == [(STOCK, BF16, FP16)]
     assert Counter(bench.machine.measured) == Counter([STOCK, BF16, FP16])
-    assert len(bench.rows) == 3, "a spent budget still gives one round"
+    assert len(bench.rows) == 3
 
 
 def test_policies_are_measured_again_however_well_they_are_known() -> None:
@@ -205,32 +161,7 @@ def test_policies_are_measured_again_however_well_they_are_known() -> None:
     assert len(bench.rows) == rows + 4
 
 
-def test_policies_are_measured_again_only_within_the_budget() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=30.0)
-    assert not bench.narrowing.again((STOCK, BF16), fresh=False), "without a row of the baseline there is no ratio"
-    bench.narrowing.round_of((STOCK, BF16))
-    while bench.narrowing.again((STOCK, BF16), fresh=False):
-        pass
-    assert 30.0 - 2 * BLOCK_S < bench.spent_s <= 30.0
-
-
-def test_without_a_row_of_the_baseline_nothing_is_measured() -> None:
-    bench = Bench()
-    bench.tried(BF16)
-    bench.until_known()
-    assert bench.machine.measured == []
-
-
 # --- time -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seconds", [20.0, 31.0, 60.0, 100.0])
-def test_the_budget_is_kept(seconds: float) -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=seconds)
-    bench.tried(STOCK, BF16)
-    bench.until_known()
-    assert bench.machine.measured
-    assert seconds - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= seconds
 
 
 def test_time_is_kept_for_judging_a_leader() -> None:
@@ -241,185 +172,90 @@ def test_time_is_kept_for_judging_a_leader() -> None:
     assert 60.0 - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= 60.0
 
 
-def test_launches_that_take_longer_than_was_thought_are_reckoned_with() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=100.0, start_s=0.0, kind=SlowToStart)
-    bench.tried(STOCK, BF16)
-    bench.until_known()
-    assert bench.machine.launched
-    assert bench.spent_s <= 100
-
-
-def test_processes_that_were_started_are_measured_in_though_they_took_longer() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=100.0, start_s=0.0, kind=SlowToStart)
-    bench.narrowing.judging_s = lambda _: 59.0
+@pytest.mark.parametrize(("judging_s", "load_s"), [(59.0, 0.0), (0.0, 25.0)])
+def test_processes_that_were_started_are_measured_in_though_they_or_a_graph_took_longer(
+    judging_s: float, load_s: float
+) -> None:
+    bench = Bench(times_ms=ALIKE_MS, seconds=100.0 - 1.6 * load_s, start_s=0.0, kind=SlowToStart)
+    bench.narrowing.judging_s = lambda _: judging_s
+    bench.narrowing.load_s = lambda policy: load_s if policy == BF16 else 0.0
     bench.tried(STOCK, BF16)
     bench.until_known()
     assert bench.machine.launched == [(STOCK, BF16)]
     assert {STOCK, BF16} <= set(bench.machine.measured)
+    assert bench.spent_s <= bench.seconds
 
 
-def test_loading_a_graph_belongs_to_the_launch() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=60.0, start_s=0.0, kind=SlowToStart)
-    bench.narrowing.load_s = lambda policy: 25.0 if policy == BF16 else 0.0
-    bench.tried(STOCK, BF16)
-    bench.until_known()
-    assert bench.machine.launched == [(STOCK, BF16)]
-    assert bench.machine.measured.count(BF16) > 1
-
-
-def test_a_budget_without_time_for_a_launch_uses_the_processes_that_run() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=24.0)
-    bench.known(STOCK, BF16)
-    assert bench.machine.launched == [(STOCK, BF16)]
-    assert bench.machine.measured.count(BF16) >= 3
-
-
-def test_a_block_in_a_process_of_the_search_belongs_to_its_launch() -> None:
+def test_without_time_for_a_launch_blocks_are_measured_in_the_processes_that_run_and_belong_to_theirs() -> None:
     bench = Bench(times_ms=ALIKE_MS, seconds=5.0)
     bench.tried(STOCK, BF16)
     bench.narrowing.running = dict.fromkeys((STOCK, BF16), "search")
     bench.until_known()
     assert bench.machine.launched == []
     assert [one.launch for one in bench.rows[2:]] == ["search"] * 2
-
-
-def test_in_a_round_the_leader_and_the_baseline_come_before_the_recipe_that_is_shown_beside_them() -> None:
-    bench = Bench(times_ms={STOCK: 10.0, BF16: 9.9, FP16: 10.5})
-    bench.narrowing.beside = lambda _: [FP16]
+    bench = Bench(times_ms=ALIKE_MS, seconds=24.0)
     bench.known(STOCK, BF16)
-    rounds = [bench.machine.measured[i : i + 3] for i in range(2, len(bench.machine.measured) - 2, 3)]
-    assert rounds
-    assert all(one[2] == FP16 for one in rounds)
-
-
-def test_a_block_is_given_the_time_that_is_left_within_limits() -> None:
-    long, short = Bench(seconds=1000.0), Bench(seconds=0.0)
-    for bench in (long, short):
-        bench.narrowing.round_of((STOCK, BF16))
-    assert {effort.time_limit_s for effort in long.machine.efforts} == {MEASURING_LIMIT_S}
-    assert {effort.time_limit_s for effort in short.machine.efforts} == {SHORT_S}
-
-
-def test_blocks_for_energy_are_as_long_as_its_counter_needs() -> None:
-    bench = Bench(objective=objective_of("energy"))
-    verdict = bench.known(STOCK, BF16)
-    assert all(effort.energy_s >= 1.0 for effort in bench.machine.efforts)
-    assert verdict.winner.policy == BF16
-    assert verdict.gain.value == pytest.approx(2.0, rel=0.05)
+    assert bench.machine.launched == [(STOCK, BF16)]
+    assert bench.machine.measured.count(BF16) >= 3
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_crash_once_is_an_accident_and_measured_again() -> None:
-    crashes = iter([CRASH])
-    bench = Bench(interfere=lambda policy: next(crashes, None) if policy == BF16 else None)
-    verdict = bench.known(STOCK, BF16)
-    assert set(bench.kinds_of(BF16)) == {"measured"}
-    assert verdict.winner.policy == BF16
-
-
-def test_a_policy_that_dies_twice_is_out() -> None:
-    bench = Bench(interfere=lambda policy: CRASH if policy == BF16 else None)
-    verdict = bench.known(STOCK, BF16, FP16)
-    assert bench.machine.measured.count(BF16) == 2
-    assert bench.kinds_of(BF16) == ["crash"]
-    assert verdict.winner.policy == FP16
-    assert BF16 not in bench.machine.launched[-1]
-
-
-def test_running_out_of_memory_is_no_accident() -> None:
-    bench = Bench(interfere=lambda policy: OOM if policy == BF16 else None)
-    verdict = bench.known(STOCK, BF16, FP16)
-    assert bench.machine.measured.count(BF16) == 1
-    assert verdict.winner.policy == FP16
+@pytest.mark.parametrize(
+    ("seconds", "failures", "kinds"),
+    [
+        (300.0, [CRASH], ["measured"]),  # an accident
+        (300.0, [CRASH, CRASH], ["crash"]),
+        (300.0, [OOM], ["oom"]),  # which is no accident
+        (1000.0, [TIMEOUT, TIMEOUT], ["timeout"]),
+        (100.0, [TIMEOUT], []),  # the budget cut its limit
+        (100.0, [CRASH, TIMEOUT], []),
+    ],
+)
+def test_one_accident_is_measured_again_and_what_the_budget_cuts_says_nothing(
+    seconds: float, failures: list[Failure], kinds: list[str]
+) -> None:
+    left = iter(failures)
+    bench = Bench(seconds=seconds, interfere=lambda policy: next(left, None) if policy == BF16 else None)
+    bench.narrowing.round_of((STOCK, BF16, FP16))
+    assert bench.kinds_of(BF16) == kinds
+    assert bench.machine.measured.count(BF16) == len(failures) + (kinds == ["measured"])
+    if kinds and kinds != ["measured"]:
+        bench.until_known()
+        assert BF16 not in bench.machine.launched[-1]
 
 
 def test_a_leader_that_fails_later_leaves_it_to_the_next() -> None:
     bench: Bench = Bench(interfere=lambda policy: OOM if policy == BF16 and len(bench.machine.launched) == 2 else None)
     verdict = bench.known(STOCK, BF16, FP16)
     assert bench.kinds_of(BF16)[-1] == "oom"
-    assert verdict.winner.policy == FP16
-    assert verdict.confidence == "confirmed"
-
-
-def test_a_time_limit_cut_by_the_budget_says_nothing_about_the_policy() -> None:
-    bench = Bench(seconds=100.0, interfere=lambda policy: TIMEOUT if policy == BF16 else None)
-    bench.narrowing.round_of((STOCK, BF16))
-    assert bench.kinds_of(BF16) == []
-    assert bench.machine.measured.count(BF16) == 1
-
-
-def test_after_a_crash_too_a_time_limit_cut_by_the_budget_says_nothing() -> None:
-    accidents = iter([CRASH, TIMEOUT])
-    bench = Bench(seconds=100.0, interfere=lambda policy: next(accidents, None) if policy == BF16 else None)
-    bench.narrowing.round_of((STOCK, BF16))
-    assert bench.kinds_of(BF16) == []
-
-
-def test_a_policy_that_hangs_for_the_longest_limit_twice_is_out() -> None:
-    bench = Bench(seconds=1000.0, interfere=lambda policy: TIMEOUT if policy == BF16 else None)
-    verdict = bench.known(STOCK, BF16, FP16)
-    assert bench.kinds_of(BF16) == ["timeout"]
-    assert bench.machine.measured.count(BF16) == 2
-    assert verdict.winner.policy == FP16
-
-
-def test_a_machine_that_breaks_loses_nothing() -> None:
-    bench: Bench = Bench(noise=0.05, interfere=lambda _: OOM if len(bench.machine.launched) > 2 else None)
-    verdict = bench.known(STOCK, BF16, FP16)
-    assert verdict.baseline.failure is None
-    assert bench.spent_s <= bench.seconds
-
-
-def test_an_interruption_keeps_the_rows_until_then() -> None:
-    def interrupt(_: Policy) -> Failure | None:
-        if len(bench.rows) == 3:
-            raise KeyboardInterrupt
-        return None
-
-    bench = Bench(times_ms=ALIKE_MS, interfere=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        bench.known(STOCK, BF16)
-    assert len(bench.rows) == 3
-    assert all(isinstance(one.outcome, Measurement) for one in bench.rows)
+    assert (verdict.winner.policy, verdict.confidence) == (FP16, "confirmed")
 
 
 # --- who may win ------------------------------------------------------------------------------------------------------
 
 
-def test_a_rejected_leader_is_replaced_before_time_is_spent_on_it() -> None:
+@pytest.mark.parametrize("unsound", [{BF16}, {BF16, FP16}])
+def test_a_rejected_leader_is_replaced_before_time_is_spent_on_it(unsound: set[Policy]) -> None:
     judged: list[Policy] = []
 
     def rejects(policy: Policy) -> bool:
         judged.append(policy)
-        return policy == BF16
+        return policy in unsound
 
-    bench = Bench(rejects=rejects, bar=lambda policy: "not as good as FP32" if policy == BF16 and judged else None)
+    def bar(policy: Policy) -> str | None:
+        return "not as good as FP32" if policy in judged and policy in unsound else None
+
+    bench = Bench(rejects=rejects, bar=bar)
     bench.tried(STOCK, BF16, FP16)
     bench.until_known()
     verdict = bench.verdict()
+    assert verdict is not None
     assert judged[:2] == [BF16, FP16]
-    assert BF16 not in bench.machine.measured
-    assert verdict is not None
-    assert (verdict.winner.policy, verdict.confidence) == (FP16, "confirmed")
-
-
-def test_if_all_are_rejected_the_baseline_stays_and_nothing_more_is_measured() -> None:
-    rejected: set[Policy] = set()
-
-    def rejects(policy: Policy) -> bool:
-        rejected.add(policy)
-        return True
-
-    bench = Bench(rejects=rejects, bar=lambda policy: "not as good as FP32" if policy in rejected else None)
-    bench.tried(STOCK, BF16, FP16)
-    bench.until_known()
-    verdict = bench.verdict()
-    assert rejected == {BF16, FP16}
-    assert bench.machine.measured == []
-    assert verdict is not None
-    assert verdict.keeps_the_baseline
+    assert not unsound & set(bench.machine.measured)
+    assert verdict.winner.policy == (FP16 if FP16 not in unsound else STOCK)
+    assert bool(bench.machine.measured) == (FP16 not in unsound)
 
 
 def test_something_faster_one_step_from_the_leader_is_found_though_the_search_never_tried_it() -> None:
@@ -429,29 +265,12 @@ def test_something_faster_one_step_from_the_leader_is_found_though_the_search_ne
     assert (verdict.winner.policy, verdict.confidence) == (BF16_LAST, "confirmed")
 
 
-def test_a_barred_neighbour_is_not_measured() -> None:
-    bench = Bench(
-        unseen=lambda _: [FP16, BF16_LAST], bar=lambda policy: "outside the space" if policy == FP16 else None
-    )
-    bench.known(STOCK, BF16)
-    assert FP16 not in bench.machine.measured
-    assert BF16_LAST in bench.machine.measured
-
-
-def test_a_neighbour_that_fails_is_not_measured_again() -> None:
-    bench = Bench(unseen=lambda _: [FP16], interfere=lambda policy: OOM if policy == FP16 else None)
-    verdict = bench.known(STOCK, BF16)
-    assert bench.machine.measured.count(FP16) == 1
-    assert (verdict.winner.policy, verdict.confidence) == (BF16, "confirmed")
-
-
 def test_a_neighbour_that_was_lucky_once_is_measured_again_before_it_wins() -> None:
     bench = Bench(times_ms={**TRUE_MS, BF16_LAST: 5.3}, unseen=lambda _: [BF16_LAST])
     luck = iter([4.8])
     bench.machine.true_ms = lambda policy: next(luck, 5.3) if policy == BF16_LAST else bench.times_ms[policy]
-    verdict = bench.known(STOCK, BF16)
+    assert bench.known(STOCK, BF16).winner.policy == BF16
     assert bench.machine.measured.count(BF16_LAST) > 1
-    assert verdict.winner.policy == BF16
 
 
 # --- the user's loop --------------------------------------------------------------------------------------------------

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 from simulated.clock import SimulatedClock
-from simulated.recorded import RecordedEvaluator
 
-from amptune.measure.workers.source import Source
-from amptune.policy.settings import STOCK
-from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import WORTHWHILE, Choice, Moment, Stage, Step, next_step
 from amptune.search.plan.timeline import Timeline
-from amptune.search.request import TuningRequest
-from amptune.search.sampler.storage import recall
-from amptune.search.space.candidates import Wanted
 
 
 def step(what: str, seconds: float, worth: float, *, needed: bool = False) -> Step:
@@ -65,23 +55,6 @@ def test_a_needed_step_may_use_all_the_time_and_another_what_is_free() -> None:
         assert choice.limit_s == limit_s
 
 
-def moment_of(entry: Mapping[str, Any]) -> Moment | None:
-    """The moment of an entry's choice, without the policies of its steps; None if there was no choice."""
-    told = entry["chosen_from"]
-    if told is None:
-        return None
-    infinite = {"seconds", "worth"}
-    wanted: list[dict[str, Any]] = [
-        {key: or_infinite(one[key]) if key in infinite else one[key] for key in one} for one in told["wanted"]
-    ]
-    steps = tuple(Step(**one) for one in wanted)
-    return Moment(left_s=told["left_s"], needed_s=or_infinite(told["needed_s"]), wanted=steps)
-
-
-def or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
 def test_the_timeline_says_what_was_done_when_and_what_had_to_wait() -> None:
     clock = SimulatedClock()
     timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
@@ -108,25 +81,4 @@ def test_an_interrupted_step_stands_on_the_timeline() -> None:
     (entry,) = timeline.entries
     assert entry["seconds"] == 4.0
     assert entry["worth"] is None, "JSON has no infinity"
-    assert moment_of(entry) is None, "it was not chosen from others"
-
-
-def test_every_choice_of_a_tuning_can_be_made_again_from_its_study(tmp_path: Path) -> None:
-    evaluator = RecordedEvaluator("resnet50")
-    clock = evaluator.clock
-    request = TuningRequest(
-        source=Source(target="recorded"),
-        wanted=Wanted(baseline=STOCK, pins={}),
-        budget=Budget(seconds=120, started=clock(), clock=clock),
-        folder=tmp_path,
-        study=tmp_path,
-    )
-    tune_with(evaluator, request, lambda _: None)
-    timeline = recall(tmp_path).timeline
-    moments = [(entry, moment_of(entry)) for entry in timeline]
-    made_again = [(entry, next_step(moment)) for entry, moment in moments if moment is not None]
-    assert len(made_again) == len(timeline) - 1 > 10, "all but building the workload"
-    for entry, choice in made_again:
-        assert choice is not None
-        assert (choice.step.stage, choice.step.what) == (entry["stage"], entry["what"])
-    assert {entry["stage"] for entry in timeline} >= {"trial", "numerics", "comparison"}
+    assert entry["chosen_from"] is None, "it was not chosen from others"

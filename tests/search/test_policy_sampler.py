@@ -13,8 +13,8 @@ from optuna.samplers import BaseSampler
 from optuna.trial import TrialState
 from simulated.recorded import RecordedEvaluator
 
-from amptune.measure.results.outcome import Effort, Failure
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.measure.results.outcome import Effort
+from amptune.policy.settings import STOCK, Policy
 from amptune.search.sampler.storage import Handle, Store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -58,21 +58,6 @@ def test_a_new_process_asks_what_the_old_one_would_have_asked(tmp_path: Path) ->
     assert parts == whole
 
 
-def test_what_runs_in_one_worker_is_not_suggested_to_another(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    first, second = opened(url), opened(url)
-    recipe = amp_recipe("bf16")
-    for study in (first, second):
-        study.measure_first([recipe])
-    one, other = first.suggest(), second.suggest()
-    assert one is not None
-    assert other is not None
-    assert one.policy == recipe != other.policy
-    first.tell(one, Trial(number=0, policy=recipe, outcome=Failure(kind="oom", message=""), seconds=1.0, run="first"))
-    second.catch_up()
-    assert second.trial_of(recipe) is not None
-
-
 def test_a_trial_that_others_gave_up_while_it_was_chosen_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,16 +75,6 @@ def test_a_trial_that_others_gave_up_while_it_was_chosen_is_asked_for_again(
     suggestion = study.suggest()
     assert suggestion is not None
     assert [suggestion.handle.number] == asked[1:]
-
-
-def test_the_baseline_is_measured_though_a_worker_that_began_it_was_killed(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    for _ in range(2):
-        study = opened(url)
-        study.measure_first([STOCK])
-        suggestion = study.suggest()
-        assert suggestion is not None
-        assert suggestion.policy == STOCK
 
 
 @pytest.mark.slow

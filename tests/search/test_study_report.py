@@ -12,21 +12,20 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
 from test_pipeline import request_in
+from test_properties import told
 
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.results.outcome import Failure
-from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.decide.study_report import StudyReport, command_of, findings_of, study_report_of
-from amptune.search.events import ContenderMeasured, Event, TrialEnded
-from amptune.search.pipeline import TuningInterrupted, tune_with
+from amptune.search.events import Event, TrialEnded
+from amptune.search.pipeline import tune_with
 from amptune.search.sampler import backend
-from amptune.search.sampler.records import StudyRecord, without_password
+from amptune.search.sampler.records import without_password
 from amptune.search.sampler.storage import recall
 from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.verdict import Verdict
 
 SMALLEST = amp_recipe("bf16", memory_format="channels_last")
 
@@ -55,23 +54,6 @@ def asked(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
 def by_trials(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
     """The answer of the trials alone, as if nothing had been compared."""
     return study_report_of(replace(recall(folder), rows=()), objective)
-
-
-def told(verdict: Verdict) -> dict[str, Any]:
-    """What a verdict says, its figures to six digits: a stored moment is rounded to a millisecond."""
-    figures = {
-        contender.policy: (contender.lost, contender.rows, float(f"{contender.speedup:.5g}"))
-        for contender in verdict.contenders
-    }
-    ratios = [float(f"{x:.5g}") for one in (verdict.gain, verdict.speedup) for x in (one.value, one.low, one.high)]
-    return {
-        "winner": verdict.winner.policy,
-        "baseline": verdict.baseline.policy,
-        "confidence": verdict.confidence,
-        "findings": verdict.findings,
-        "contenders": figures,
-        "ratios": ratios,
-    }
 
 
 @pytest.mark.parametrize(
@@ -132,121 +114,7 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
     )
 
 
-def test_a_tuning_for_the_objective_proves_it_in_the_same_study(tmp_path: Path) -> None:
-    tuned(tmp_path)
-    tuned(tmp_path, objective=MEMORY, trials=3)
-    study_report = asked(tmp_path, MEMORY)
-    assert (study_report.policy, study_report.verdict.confidence) == (FP16, "confirmed")
-    assert re.match(r"confirmed, over 99\.9 % sure, by \d+ measurements in \d+ processes$", study_report.grounds)
-    assert [one.variant.setting for one in study_report.ablation] == ["autocast"]
-    assert study_report.ablation[0].buys.value == pytest.approx(2.0, rel=0.01)
-
-
-def test_where_nothing_is_better_the_baseline_is_kept(tmp_path: Path) -> None:
-    tuned(tmp_path, RecordedEvaluator("resnet50", noise=0.002, true_ms=lambda _: 20.0), trials=8)
-    for objective in (THROUGHPUT, MEMORY):
-        study_report = asked(tmp_path, objective)
-        assert study_report.keeps_the_baseline
-        assert study_report.sentence.startswith("keep what you have: no policy was seen to ")
-
-
-def test_a_policy_that_the_numerics_gate_rejected_is_no_answer(tmp_path: Path) -> None:
-    broken = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"))
-    evaluator = recording()
-    evaluator.parity = lambda policy: broken if policy.autocast == "bf16" else Parity()
-    tuned(tmp_path, evaluator)
-    study_report = asked(tmp_path, THROUGHPUT)
-    assert study_report.policy.autocast == "fp16"
-    assert not any(point.policy.autocast == "bf16" for point in study_report.front)
-    assert any("bf16" in str(one) for one in findings_of(study_report) if one.code == "rejected")
-
-
-def test_what_the_wishes_do_not_allow_is_no_answer(tmp_path: Path) -> None:
-    machine = recording()
-    tune_with(machine, request_in(tmp_path, machine.clock, trials=20, pins={"autocast": "fp16"}), lambda _: None)
-    for study_report in (asked(tmp_path), by_trials(tmp_path)):
-        assert study_report.policy.autocast == "fp16"
-        recipe = study_report.verdict.contender_of(BF16)
-        assert recipe is not None
-        assert recipe.lost == "outside the space: it was measured for comparison"
-
-
 # --- one verdict ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("objective", [THROUGHPUT, MEMORY, ENERGY], ids=lambda one: one.name)
-def test_a_tuning_its_file_and_its_study_say_the_same(objective: Objective, tmp_path: Path) -> None:
-    decision = tuned(tmp_path, objective=objective)
-    study_report = asked(tmp_path, objective)
-    assert told(study_report.verdict) == told(decision.verdict)
-    assert study_report.points == decision.points
-    assert_written(decision)
-
-
-@pytest.mark.parametrize("percent", [0.5, 2.0, 4.0])
-@pytest.mark.parametrize("noise", [0.005, 0.03])
-def test_they_say_the_same_of_a_gain_that_is_hardly_shown(percent: float, noise: float, tmp_path: Path) -> None:
-    decision = tuned(tmp_path, small_gain(percent, noise), trials=12)
-    assert told(asked(tmp_path).verdict) == told(decision.verdict)
-    assert_written(decision)
-
-
-def assert_written(decision: Decision) -> None:
-    """The evidence says what the verdict does."""
-    verdict, evidence = decision.verdict, decision.policy_file.evidence
-    assert evidence["confidence"] == verdict.confidence
-    likely = verdict.confidence == "likely" and not verdict.keeps_the_baseline
-    assert decision.provisional is likely
-    assert evidence.get("provisional", False) is likely
-    assert evidence["speedup"] == pytest.approx(verdict.speedup.value, rel=1e-3)
-    assert evidence.get("gain", verdict.gain.value) == pytest.approx(verdict.gain.value, rel=1e-3)
-    for contender, figures in zip(decision.finalists, evidence["finalists"], strict=True):
-        assert figures.get("lost", "") == contender.lost or contender.failure is not None
-    assert [finding["code"] for finding in evidence["findings"]] == [finding.code for finding in decision.findings]
-
-
-def test_a_policy_that_the_gate_rejected_lost_by_that_in_the_tuning_and_in_its_study(tmp_path: Path) -> None:
-    broken = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"))
-    evaluator = recording()
-    evaluator.parity = lambda policy: broken if policy.autocast == "bf16" else Parity()
-    decision = tuned(tmp_path, evaluator)
-    assert told(asked(tmp_path).verdict) == told(decision.verdict)
-    assert {one.lost for one in decision.verdict.contenders if one.policy.autocast == "bf16"} == {"not as good as FP32"}
-
-
-def test_a_tuning_for_energy_knows_the_speed_of_trials_that_had_none(tmp_path: Path) -> None:
-    tuned(tmp_path, recording(energy=False), trials=10)
-    decision = tuned(tmp_path, objective=ENERGY, trials=10)
-    assert told(asked(tmp_path, ENERGY).verdict) == told(decision.verdict)
-
-
-def test_what_an_earlier_tuning_measured_counts_in_a_later_one(tmp_path: Path) -> None:
-    first = tuned(tmp_path)
-    again = tuned(tmp_path, trials=1)
-    assert again.winner == first.winner
-    assert again.verdict.winner.rows >= first.verdict.winner.rows
-    assert again.baseline.rows > first.baseline.rows
-    assert told(asked(tmp_path).verdict) == told(again.verdict)
-
-
-@pytest.mark.parametrize("when", [8, 30, 34])
-def test_an_interrupted_tuning_keeps_its_rows_and_its_study_says_what_it_says(when: int, tmp_path: Path) -> None:
-    """In the search, in the first round and in a later one."""
-    evaluator = recording()
-
-    def interrupt(_: Policy) -> None:
-        if len(evaluator.measured) == when:
-            raise KeyboardInterrupt
-
-    evaluator.interfere = interrupt
-    with pytest.raises(TuningInterrupted) as caught:
-        tuned(tmp_path, evaluator)
-    decision = caught.value.decision
-    assert decision is not None
-    assert (decision.provisional, decision.policy_file.evidence["provisional"]) == (True, True)
-    assert len(recall(tmp_path).table) == when - 1
-    assert told(asked(tmp_path).verdict) == told(decision.verdict)
-    assert asked(tmp_path).policy.autocast != "off"
 
 
 def test_a_tuning_that_goes_on_measures_its_baseline_again_and_compares_nothing_with_an_old_run(tmp_path: Path) -> None:
@@ -266,13 +134,6 @@ def test_a_tuning_that_goes_on_measures_its_baseline_again_and_compares_nothing_
         assert contender is not None
         true = speed_costs_memory(STOCK) / speed_costs_memory(policy)
         assert contender.speedup == pytest.approx(true, rel=0.03), policy
-
-
-def test_a_tuning_that_goes_on_at_once_measures_the_baseline_no_third_time(tmp_path: Path) -> None:
-    """Not before its own search: the first trial of a new study is in this run."""
-    evaluator = recording()
-    tuned(tmp_path, evaluator, trials=3)
-    assert evaluator.measured[:2].count(STOCK) == 1
 
 
 @pytest.mark.slow
@@ -323,32 +184,6 @@ def test_a_study_says_what_was_tuned_where_against_what(tmp_path: Path) -> None:
     assert {judged.policy.autocast for judged in record.judged} == {"bf16", "fp16"}
 
 
-def test_rows_of_different_runs_and_launches_are_told_apart(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=8)
-    first = recall(tmp_path)
-    tuned(tmp_path, trials=1)
-    record = recall(tmp_path)
-    assert [row for row in record.rows if row.run == first.last.run] == list(first.rows)
-    assert {row.run for row in record.rows} == {tuning.run for tuning in record.tunings}
-    launches = [row.launch for row in first.rows]
-    assert launches == sorted(launches, key=lambda name: int(name.removeprefix("comparison ")))
-    assert len(set(launches)) > 1
-
-
-def test_rows_are_kept_as_they_were_measured(tmp_path: Path) -> None:
-    events: list[Event] = []
-    tuned(tmp_path, trials=8, events=events)
-    blocks = [event for event in events if isinstance(event, ContenderMeasured)]
-    rows = recall(tmp_path).rows
-    assert [(row.launch, row.policy, row.outcome) for row in rows] == [
-        (f"{block.stage} {block.launch}", block.policy, block.outcome) for block in blocks
-    ]
-    moments = [row.moment_s for row in rows]
-    assert moments == sorted(moments)
-    trials = [event.trial for event in events if isinstance(event, TrialEnded)]
-    assert recall(tmp_path).table[: len(trials)] == tuple(trial.row for trial in trials)
-
-
 def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
     tuned(tmp_path, trials=6)
     whole, name = recall(tmp_path).rows, recall(tmp_path).name
@@ -369,12 +204,6 @@ def test_of_several_studies_that_which_was_tuned_last_is_taken_though_it_had_no_
     assert recall(tmp_path).last.run == request.run
 
 
-def test_a_database_without_its_driver_is_a_clear_error() -> None:
-    with pytest.raises(StudyError, match=r"the study cannot be read or written: .*'oracledb'") as raised:
-        recall("oracle+oracledb://nowhere/amptune")
-    assert "\n" not in str(raised.value)
-
-
 def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(tmp_path: Path) -> None:
     tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
     tuned(tmp_path, RecordedEvaluator("resnet50"), trials=4)
@@ -383,55 +212,34 @@ def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(t
     last = recall(tmp_path)
     assert (last.last.workload, len(last.trials)) == ("vgg16_cifar", 5)
     assert recall(tmp_path, run=last.tunings[0].run).name == last.name
-    names = {recall(tmp_path, name).name for name in (last.name,)}
-    assert names == {last.name}
+    assert recall(tmp_path, last.name).name == last.name
     with pytest.raises(StudyError, match=r"holds no study 'mine', but resnet50-\w+, vgg16_cifar-\w+"):
         recall(tmp_path, "mine")
 
 
-def record_of(folder: Path, **changes: object) -> StudyRecord:
-    tuned(folder, trials=4)
-    return replace(recall(folder), **changes)  # type: ignore[arg-type]
-
-
 def test_a_study_without_what_is_asked_says_so(tmp_path: Path) -> None:
-    record = record_of(tmp_path)
+    tuned(tmp_path, recording(energy=False), trials=4)
+    with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
+        asked(tmp_path, ENERGY)
+    record = recall(tmp_path)
     without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK), rows=())
     with pytest.raises(StudyError, match=r"the baseline of the study resnet50-\w+ \(stock PyTorch\) was not measured"):
         study_report_of(without, THROUGHPUT)
-    tuned(tmp_path / "cold", recording(energy=False), trials=4)
-    with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
-        asked(tmp_path / "cold", ENERGY)
 
 
-def test_a_place_without_a_study_says_so(tmp_path: Path) -> None:
-    with pytest.raises(StudyError, match=r"there is no study in .*: it has no journal\.log"):
-        recall(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "journal.log").write_text("")
-    with pytest.raises(StudyError, match="there are no trials in"):
-        recall(tmp_path)
-    for broken in ("not a journal\nat all\n", '{"a": 1}\n{"b": 2}\n', "[]\n[]\n"):
-        (tmp_path / "journal.log").write_text(broken)
-        with pytest.raises(StudyError, match="cannot be read"):
-            recall(tmp_path)
-
-
-def test_a_database_is_read_back_too_and_its_password_is_nobodys_business(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    machine = recording()
-    request = replace(request_in(tmp_path, machine.clock, trials=4), study=url)
-    tune_with(machine, request, lambda _: None)
-    record = recall(url)
-    assert (record.where, record.last.run) == (url, request.run)
-    assert without_password("postgresql://me:secret@host:5432/db") == "postgresql://me:***@host:5432/db"
-    assert without_password("runs/small") == "runs/small"
-    for url in (
-        "mysql://u@x:a/secret@h/d",
-        "postgresql://u:sec@ret@h/d",
-        "postgresql://h/d?user=u&password=secret&x=1",
-    ):
-        assert "ret" not in without_password(url).replace("postgres", "")
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://me:secret@host:5432/db", "postgresql://me:***@host:5432/db"),
+        ("runs/small", "runs/small"),
+        ("mysql://u@x:a/secret@h/d", None),
+        ("postgresql://u:sec@ret@h/d", None),
+        ("postgresql://h/d?user=u&password=secret&x=1", None),
+    ],
+)
+def test_a_place_is_shown_without_its_password(url: str, shown: str | None) -> None:
+    assert shown in (None, without_password(url))
+    assert "ret" not in without_password(url)
 
 
 @pytest.mark.parametrize("url", ["redis://h:1/0", "postgresql://me:secret@h:99999x/d", "nonsense://h/d"])
@@ -447,4 +255,3 @@ def test_a_message_about_a_database_does_not_tell_its_password(monkeypatch: pyte
         with pytest.raises(StudyError, match=message) as caught:
             recall("postgresql://me:secret@host:5432/db", name)
         assert "postgresql://me:***@host:5432/db" in str(caught.value)
-        assert "secret" not in str(caught.value)

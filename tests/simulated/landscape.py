@@ -7,7 +7,6 @@ machine does; `replay` runs one whole tuning on it and says what became of it, h
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import sys
 import time
@@ -16,54 +15,36 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
-from frozen.adapter import (
-    GPU,
-    STOCK,
-    Budget,
-    Candidates,
-    ComparisonStarted,
-    Decision,
-    Effort,
-    Event,
-    Failure,
-    Fp32Rule,
-    Half,
-    Leaf,
-    LoopTiming,
-    Measurement,
-    ModuleTrace,
-    Narrowing,
-    Outcome,
-    Parity,
-    Policy,
-    Prepared,
-    Ratio,
-    Row,
-    Sensitivity,
-    Source,
-    StepProfile,
-    Subject,
-    TuningRequest,
-    Wanted,
-    candidates_for,
-    groups_by_intensity,
-    points,
-    tune_with,
-    verdict_of,
-)
 from optuna.storages import InMemoryStorage
 
-from simulated.clock import SimulatedClock as SimulatedClock  # tests/frozen has it from here
-from simulated.recorded import H200
+from amptune.measure.results.half_effects import Half, ModuleTrace, Reach, Sensitivity
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
+from amptune.measure.results.training_runs import LossCurve, Parity
+from amptune.measure.workers.source import Source
+from amptune.policy.settings import STOCK, Fp32Rule, Policy
+from amptune.search.decide.decision import Decision
+from amptune.search.events import ComparisonStarted, Event
+from amptune.search.narrowing import Narrowing
+from amptune.search.pipeline import tune_with
+from amptune.search.plan.budget import Budget
+from amptune.search.request import TuningRequest
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.exclusions import groups_by_intensity
+from amptune.search.space.knobs import points
+from amptune.search.table.effects import GPU
+from amptune.search.table.ratio import Ratio
+from amptune.search.table.row import Row
+from amptune.search.table.verdict import verdict_of
+from simulated.clock import SimulatedClock
+from simulated.recorded import H200, own_batch_size, precision_of, recorded_rows
 
-if TYPE_CHECKING:  # no part of what decides a replay
-    from frozen.adapter import LossCurve
-
-HERE = Path(__file__).parent
-SPACE = HERE / "big_space.yaml"
+SPACE = Path(__file__).parent / "big_space.yaml"
 MEMORY_MIB = 143_771
 
 
@@ -125,30 +106,8 @@ BATCH_RIPPLE = 0.015
 FIXED_MEMORY_SHARE = 0.15
 
 
-@cache
-def recorded_rows(workload: str) -> dict[tuple[str, str, bool, str], tuple[float, float]]:
-    """(step in ms, peak in MiB) by (precision, memory format, cudnn.benchmark, compile)."""
-    rows = json.loads((HERE / "h200_grid.json").read_text())["rows"]
-    return {
-        (row["precision"], row["memory_format"], row["cudnn_benchmark"], row["compile"]): (
-            row["step_ms"],
-            row["peak_allocated_mib"],
-        )
-        for row in rows
-        if row["workload"] == workload
-    }
-
-
-@cache
-def own_batch_size(workload: str) -> int:
-    rows = json.loads((HERE / "h200_grid.json").read_text())["rows"]
-    return int(next(row["batch_size"] for row in rows if row["workload"] == workload))
-
-
-def precision_of(policy: Policy) -> str:
-    """The grid's word for it; stock is TF32 where convolutions do the work."""
-    math_mode = {"ieee": "fp32", "stock": "tf32", "tf32": "tf32"}[policy.fp32_math]
-    return math_mode if policy.autocast == "off" else policy.autocast
+def batch_sizes(own: int) -> set[int]:
+    return {max(1, int(factor * own)) for factor in BATCH_FACTORS}
 
 
 class Landscape:
@@ -168,14 +127,14 @@ class Landscape:
             batch_size=self.own_batch_size,
             parameters=25 * 10**6,
             leaves=leaves(),
+            modules=tuple(Module(path=leaf.path, types=(leaf.type, "Module")) for leaf in leaves()),
             convolution_dims=frozenset({2}),
         )
         return Prepared(hardware=H200, subject=subject, memory_mib=MEMORY_MIB)
 
     @cached_property
     def candidates(self) -> Candidates:
-        sizes = {max(1, int(factor * self.own_batch_size)) for factor in BATCH_FACTORS}
-        return candidates_for(self.prepared, wanted(), sizes=sizes)
+        return candidates_for(self.prepared, wanted(), sizes=batch_sizes(self.own_batch_size))
 
     @cached_property
     def policies(self) -> tuple[Policy, ...]:
@@ -201,6 +160,11 @@ class Landscape:
         recorded = (with_flag or rows[precision, layout, False, "off"])[1]
         grown = self._batch_of(policy) / self.own_batch_size
         return recorded * (FIXED_MEMORY_SHARE + (1 - FIXED_MEMORY_SHARE) * grown)
+
+    def watts(self, policy: Policy) -> float:
+        """Half precision and compiled kernels draw less, a larger batch a little more: plausible, not measured."""
+        precision = {"off": 650.0, "bf16": 520.0, "fp16": 500.0}[policy.autocast]
+        return precision * (0.93 if policy.compile != "off" else 1.0) * (1.02 if policy.batch_size else 1.0)
 
     def fits(self, policy: Policy) -> bool:
         return self.peak_mib(policy) <= MEMORY_MIB
@@ -352,6 +316,8 @@ class Trouble:
     throttle_s: tuple[float, float] = (10.0, 40.0)
     throttle_within_s: float = 300.0
     oom: float = 0.0
+    # Whether fp16 trains worse than FP32 unless the module `BREAKS` is kept out of it.
+    fp16_breaks: bool = False
     # What differs from one sitting to the next, a policy by itself; a launch may fall into a second, slower mode; the
     # host is busy for this share of the time, in spells.
     sitting_noise: float = 0.0
@@ -384,9 +350,13 @@ def trouble_of(words: Iterable[str]) -> Trouble:
     return replace(Trouble(), **changes)
 
 
+# The module that fp16 breaks in, where it does.
+BREAKS = "stage2"
 NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
 
 HW_THERMAL_SLOWDOWN = 0x40
+FINE = Reach(largest=2.0, largest_fp32=2.0, error=0.001)
+LOST = Reach(largest=math.inf, largest_fp32=2.0, error=math.inf)
 # The 95 % point of a Gaussian.
 GAUSSIAN_95 = 1.96
 # How often a step of an unruly policy is slow, and by how much.
@@ -417,9 +387,7 @@ class SyntheticEvaluator:
         self.landscape = landscape
         self.clock = clock
         self.trouble = trouble
-        self.measured: list[Policy] = []
-        self.launches = 0
-        self._judged = False
+        self.asked: list[tuple[str, tuple[Policy, ...]]] = []
         self._seed = seed
         self._rng = np.random.default_rng([seed, *landscape.workload.encode()])
         self._drift_sign = 1.0 if self._rng.random() < 0.5 else -1.0
@@ -434,7 +402,7 @@ class SyntheticEvaluator:
 
     def launch(self, policies: Sequence[Policy]) -> None:
         """Ends all processes but those that compile, and starts a fresh one for each of these, all at once."""
-        self.launches += 1
+        self.asked.append(("launch", tuple(policies)))
         self._processes = {policy: self._new_process() for policy in policies}
         self.clock.advance(self.trouble.launch_s)
 
@@ -444,6 +412,7 @@ class SyntheticEvaluator:
 
     def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
         """All of them, or none where the time does not hold it."""
+        self.asked.append(("compile", tuple(policies)))
         self.launch(policies)
         seconds = self.trouble.compile_s * (1 + self.trouble.beside_another * (len(policies) - 1))
         self.clock.advance(min(seconds, limit_s))
@@ -463,6 +432,7 @@ class SyntheticEvaluator:
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:  # noqa: ARG002
         """In the background: a process is started, the graph compiled, each slower beside others."""
+        self.asked.append(("compile", (policy,)))
         beside = 1 + self.trouble.beside_another * len(self._ready_at_s)
         self._ready_at_s[policy] = self.clock() + self.trouble.launch_s + self.trouble.compile_s * beside
 
@@ -481,7 +451,7 @@ class SyntheticEvaluator:
         return self.measure(policy, effort)
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self.measured.append(policy)
+        self.asked.append(("measure", (policy,)))
         start_s = self.clock()
         process = self._process_of(policy)
         if not self.runs(policy):
@@ -499,39 +469,83 @@ class SyntheticEvaluator:
         slow = self._rng.random(steps) < SLOW_SHARE if self.is_unruly(policy) else np.zeros(steps, dtype=bool)
         step_ms[slow] *= SLOW_TIMES
         measured = self._measurement(policy, step_ms, warmup_s, abandoned=abandoned)
-        return replace(measured, in_loop=effort.in_loop, settled=not slow[steps // 2 :].any())
+        joules = self.landscape.watts(policy) / measured.samples_per_s
+        settled = not slow[steps // 2 :].any()
+        return replace(measured, energy_j_per_sample=joules, in_loop=effort.in_loop, settled=settled)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
-        """All are sound here. The reference takes its time, a judgement a third of that."""
-        self.clock.advance(seconds / 3 if self._judged else seconds)
-        self._judged = True
+        """The reference takes its time, a judgement a third of that."""
+        has_reference = any(what == "judge" for what, _ in self.asked)
+        self.asked.append(("judge", (policy,)))
+        self.clock.advance(seconds / 3 if has_reference else seconds)
         self._process_of(policy)
-        return Parity()
+        if self.is_sound(policy):
+            return Parity()
+        return Parity(failure=Failure(kind="nonfinite", message="the loss is nan in the first step of batch 1"))
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:  # noqa: ARG002
-        return ()
+        """Sound numbers; where fp16 breaks, `BREAKS` gives what is not finite, and what follows it gets that."""
+        self.asked.append(("trace", (policy,)))
+        paths = [leaf.path for leaf in leaves()]
+        first = len(paths) if self.is_sound(policy) else paths.index(BREAKS)
+        return tuple(
+            ModuleTrace(
+                path=leaf.path, type=leaf.type, inputs=LOST if place > first else FINE,
+                outputs=LOST if place >= first else FINE, gradients_in=FINE, gradients_out=FINE, weights=FINE,
+            )
+            for place, leaf in enumerate(leaves())
+        )  # fmt: skip
 
     def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no module was timed by itself")
 
-    def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:  # noqa: ARG002
-        return Failure(kind="unsupported", message="no step was profiled")
+    def profile(self, policy: Policy, limit_s: float) -> StepProfile:  # noqa: ARG002
+        """A step of which a GPU runs two thirds."""
+        ms = self.landscape.true_ms(policy)
+        return StepProfile(
+            device="cuda", steps=5, step_ms=ms, host_ms=0.9 * ms, gpu_busy_ms=2 * ms / 3, kernels=400.0,
+            optimizer_ms=0.1 * ms,
+        )  # fmt: skip
 
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
-        return Failure(kind="unsupported", message="no training loop was recorded")
+    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming:  # noqa: ARG002
+        """A loop that waits a tenth of its time for data."""
+        ms = self.landscape.true_ms(policy)
+        self.clock.advance(seconds)
+        steps = max(1, int(1000 * seconds / (1.1 * ms)))
+        samples = (policy.batch_size or self.landscape.own_batch_size) * policy.accumulate * steps
+        return LoopTiming(
+            samples_per_s=samples / seconds, steps=steps, seconds=seconds, wait_ms=0.1 * ms, copy_ms=0.01 * ms,
+            step_ms=ms, idle_ms=0.1 * ms, host_ms=0.5 * ms, busy_ms=0.99 * ms,
+        )  # fmt: skip
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no long training was recorded")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._processes.clear()
 
     def runs(self, policy: Policy) -> bool:
         """Whether a policy can be measured; where the known-good ones failed too, there would be nothing to test."""
+        if not self.trouble.oom:
+            return self.landscape.fits(policy)
         own = replace(policy, batch_size=None)
-        known = {replace(one, batch_size=None) for one in (STOCK, *self.landscape.candidates.known_good)}
-        unlucky = self.trouble.oom > 0 and own not in known and _drawn("oom", self._seed, own) < self.trouble.oom
+        unlucky = own not in self._known_good and _drawn("oom", self._seed, own) < self.trouble.oom
         return self.landscape.fits(policy) and not unlucky
+
+    @cached_property
+    def _known_good(self) -> set[Policy]:
+        return {replace(one, batch_size=None) for one in (STOCK, *self.landscape.candidates.known_good)}
+
+    def is_sound(self, policy: Policy) -> bool:
+        """Whether a policy trains as well as FP32."""
+        excluded = {rule.path for rule in policy.fp32_modules}
+        return not self.trouble.fp16_breaks or policy.autocast != "fp16" or BREAKS in excluded
 
     def is_unruly(self, policy: Policy) -> bool:
         """Whether graphs of this policy are recorded anew for ever."""
@@ -773,7 +787,7 @@ def _judged(
         claim=None if decision.verdict.keeps_the_baseline else (speedup.value, speedup.low, speedup.high),
         confidence=decision.verdict.confidence,
         trials=len(decision.trials),
-        launches=evaluator.launches,
+        launches=sum(what == "launch" for what, _ in evaluator.asked),
         simulated_s=evaluator.clock(),
         wall_s=wall_s,
     )

@@ -8,33 +8,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
-from frozen.adapter import (
-    Cpu,
-    Effort,
-    Failure,
-    Gpu,
-    Half,
-    Hardware,
-    Leaf,
-    LoopTiming,
-    Measurement,
-    ModuleTrace,
-    Outcome,
-    Parity,
-    Policy,
-    Prepared,
-    Sensitivity,
-    Software,
-    StepProfile,
-    Subject,
-)
-
+from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
+from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.step_profile import StepProfile
+from amptune.measure.results.subject import Leaf, Prepared, Subject
+from amptune.measure.results.training_runs import LossCurve, Parity
+from amptune.policy.settings import Policy
 from simulated.clock import SimulatedClock
-
-if TYPE_CHECKING:  # no part of what decides a replay
-    from frozen.adapter import LossCurve
 
 H200 = Hardware(
     device="cuda",
@@ -76,31 +60,47 @@ EXCLUSION_COSTS = 1.03
 
 
 @cache
-def grid(workload: str) -> dict[tuple[str, str, bool], float]:
-    """Recorded step times in ms by (precision, memory format, cudnn.benchmark)."""
+def _rows(workload: str) -> list[dict[str, Any]]:
     rows = json.loads((Path(__file__).parent / "h200_grid.json").read_text())["rows"]
+    return [row for row in rows if row["workload"] == workload]
+
+
+def own_batch_size(workload: str) -> int:
+    return int(_rows(workload)[0]["batch_size"])
+
+
+@cache
+def recorded_rows(workload: str) -> dict[tuple[str, str, bool, str], tuple[float, float]]:
+    """(step in ms, peak in MiB) by (precision, memory format, cudnn.benchmark, compile)."""
     return {
-        (row["precision"], row["memory_format"], row["cudnn_benchmark"]): row["step_ms"]
-        for row in rows
-        if row["workload"] == workload and row["compile"] == "off"
+        (row["precision"], row["memory_format"], row["cudnn_benchmark"], row["compile"]): (
+            row["step_ms"],
+            row["peak_allocated_mib"],
+        )
+        for row in _rows(workload)
     }
 
 
+def precision_of(policy: Policy) -> str:
+    """The grid's word for it; stock is TF32 where convolutions do the work."""
+    math_mode = {"ieee": "fp32", "stock": "tf32", "tf32": "tf32"}[policy.fp32_math]
+    return math_mode if policy.autocast == "off" else policy.autocast
+
+
+def best_recorded_ms(workload: str) -> float:
+    """The fastest step recorded without torch.compile."""
+    return min(ms for (*_, compiled), (ms, _) in recorded_rows(workload).items() if compiled == "off")
+
+
 def recorded_ms(workload: str, policy: Policy) -> float:
-    """The recorded step time that a policy comes closest to; stock is TF32 where convolutions do the work."""
-    math = {"ieee": "fp32", "stock": "tf32", "tf32": "tf32"}[policy.fp32_math]
-    precision = math if policy.autocast == "off" else policy.autocast
-    times = grid(workload)
-    ms = times.get((precision, policy.memory_format, policy.cudnn_benchmark))
-    if ms is None:
-        ms = times[(precision, policy.memory_format, False)]
+    """The recorded step time that a policy comes closest to, without torch.compile."""
+    rows, key = recorded_rows(workload), (precision_of(policy), policy.memory_format)
+    ms, _ = rows.get((*key, policy.cudnn_benchmark, "off")) or rows[(*key, False, "off")]
     return ms * EXCLUSION_COSTS ** len(policy.fp32_modules)
 
 
 def falling(_: Policy, steps: int, seed: int) -> LossCurve:
     """A loss that falls alike under all policies, from another height for each seed."""
-    from frozen.adapter import LossCurve
-
     return LossCurve(losses=tuple((1 + seed / 100) / (1 + step) for step in range(steps)))
 
 
