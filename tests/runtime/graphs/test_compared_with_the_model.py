@@ -496,25 +496,6 @@ def test_a_buffer_that_is_expanded_is_put_back() -> None:
     assert len(require_same_training(Expanded).recordings) == 1
 
 
-def test_hooks_on_gradients_of_weights_are_called_once() -> None:
-    model, plain = built(), built()
-    called: Any = graphed(model)
-    counts = []
-    for one in (called, plain):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        gradients: list[torch.Tensor] = []
-        for seed in range(10):
-            loss = one(batch(seed)).square().mean()
-            if seed in (3, 4):  # a replay, and a comparison
-                one.head.weight.register_hook(lambda gradient, seen=gradients: seen.append(gradient) or gradient * 2)
-            loss.backward()
-            optimizer.step()
-        counts.append(len(gradients))
-    assert counts[0] == counts[1]
-    assert torch.equal(model.head.weight, plain.head.weight)
-    assert len(called.recordings) == 1
-
-
 def test_an_item_of_the_model_is_had_from_the_wrapper() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 4))
     called: Any = graphed(model)

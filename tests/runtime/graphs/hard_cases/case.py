@@ -1,8 +1,8 @@
-"""What a hard case is: a small model around one hazard, a step of its training, and what is expected of recordings.
+"""A hard case: a small model around one hazard, a step of its training, and the outcome that recordings should have.
 
 `Cases` is the table of one kind of hazard. `build` adds to a `Net` what the hazard needs, `forward` is its forward
-pass. A loss is (training, x, y) -> the loss of a usual step, a step is (training) -> what is compared: the loss, or
-more in one tensor. An event is called before the steps `at`. What begins `LATER` is preceded by plain steps.
+pass. A loss is (training, x, y) -> the loss of a usual step, a step is (training) -> the tensor that is compared: the
+loss, or more. An event is called before the steps `at`. A hazard that begins `LATER` is preceded by plain steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNSET = object()
 
 
 class Why:
-    """What a finding says of a case; DIFFERS is an end by comparison."""
+    """A part of the finding on a case; DIFFERS is an end by comparison."""
 
     DIFFERS = "differ from the model"
     SILENT = "nothing was recorded, and no finding says why"

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from .case import EVENT_AT, HIDDEN, LATER, STEPS, Cases, Net, Training, Why, fading, loss_of
@@ -115,6 +115,24 @@ def cached_stage(number: int) -> dict[str, int]:
     return {"calls": number}
 
 
+cached_half = lru_cache(maxsize=1)(lambda _: 0.5)
+
+
+class New:
+    calls: int
+
+
+def of_class() -> int:
+    """Counts in an attribute of a class that was not there."""
+    New.calls = getattr(New, "calls", 0) + 1
+    return New.calls
+
+
+def forget_class(_: Training) -> None:
+    if "calls" in vars(New):
+        del New.calls
+
+
 def turned(held: Any) -> int:
     """Moves the first of a dictionary to its end."""
     first = next(iter(held))
@@ -173,25 +191,15 @@ counts("cache", cached_stage.cache_clear, lambda _: one_more(cached_stage(0), "c
 counts("global", lambda: GLOBALS.update(calls=0), lambda _: one_more(GLOBALS, "calls"))
 counts("module_elsewhere", lambda: setattr(ELSEWHERE, "calls", 0), lambda _: ELSEWHERE.count())
 counts("context_variable", lambda: CALLS.set(0), lambda _: CALLS.set(CALLS.get() + 1) and CALLS.get())
-counts("class", lambda: setattr(Items, "calls", 0), lambda _: _of_class())
-gain("matters_late", lambda: box(0), lambda held: 0.25 if held.count() > STEPS // 2 else 1.0, why=Why.EFFECT)
+counts("class", list, lambda _: of_class(), event=forget_class, at=(0, 1))
+gain("cache_fills", list, lambda _: cached_half(object()), why=Why.EFFECT)
 gain("iterator_advances", lambda: itertools.cycle([1.0, 0.5, 0.25]), next, why=Why.ITERATOR)
 gain("generator_of_python", list, lambda _: 0.5 + random.random(), why=Why.DRAWS)
 gain("generator_of_numpy", list, lambda _: 0.5 + float(np.random.rand()), why=Why.DRAWS)
 gain("generator_of_torch", list, lambda _: 0.5 + float(torch.rand((), device="cpu")), why=Why.DRAWS)
 gain("own_generator_of_python", Slots, lambda held: 0.5 + held.generator.random(), why=Why.EFFECT)
 gain("own_generator_of_numpy", lambda: [np.random.default_rng(0)], lambda held: 0.5 + held[0].random(), why=Why.EFFECT)
-gain(
-    "own_generator_of_torch",
-    lambda: [torch.Generator("cpu").manual_seed(0)],
-    lambda held: 0.5 + float(torch.rand((), generator=held[0], device="cpu")),
-    why=Why.EFFECT,
-)
-
-
-def _of_class() -> int:
-    Items.calls += 1
-    return Items.calls
+gain("own_generator_of_torch", torch.Generator, lambda held: torch.rand((), generator=held).item(), why=Why.EFFECT)
 
 
 # --- tensors that the forward pass keeps ---------------------------------------------------------------------------
@@ -280,11 +288,6 @@ class Gained(Net):
         return self.head(functional.silu(self.body(x))) * self.factor * GAIN.get()
 
 
-class QuarterLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 0.25
-
-
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     vars(module)["forward"] = types.MethodType(forward, module)
 
@@ -305,7 +308,7 @@ gained("attribute_of_class_changed", event=lambda t: t.patch(Gained, "factor", 0
 gained("method_of_class_changed", event=lambda t: t.patch(Gained, "forward", lambda self, x: self.logits(x)))
 gained("forward_set_on_instance", event=lambda t: set_forward(t.model, lambda self, x: self.logits(x) * 0.25))
 gained("forward_of_layer_set", event=lambda t: set_forward(t.model.head, lambda self, x: x @ self.weight.t() * 0.25))
-gained("class_of_layer_set", event=lambda t: setattr(t.model.head, "__class__", QuarterLinear))
+gained("class_set", event=lambda t: setattr(t.model, "__class__", Net))
 gained("function_of_torch_replaced", event=lambda t: t.patch(functional, "silu", torch.sin), why=Why.DIFFERS)
 gained("code_of_function_replaced", event=set_code, why=Why.DIFFERS)
 gained("context_changed", event=set_context, why=Why.DIFFERS)
@@ -313,10 +316,7 @@ gained("context_changed", event=set_context, why=Why.DIFFERS)
 
 branch = Cases("branches")
 branch(
-    "by_weight",
-    forward=lambda own, x: own.logits(x) * (1.0 if float(own.head.weight.sum()) > 0 else 0.5),
-    why=Why.WAITS,
-    on_cpu=None,
+    "by_weight", forward=lambda own, x: own.logits(x if own.head.weight.sum() > 0 else -x), why=Why.WAITS, on_cpu=None
 )
 
 

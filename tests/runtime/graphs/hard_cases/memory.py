@@ -50,7 +50,7 @@ host.holding("pageable_memory_filled", lambda: torch.ones(HIDDEN), moved, fill, 
 host.holding("pinned_memory_filled", lambda: pinned(1.0), moved, fill, why=Why.ELSEWHERE)
 host.holding("pinned_anew", list, lambda _, hidden: moved(pinned(0.5), hidden), why=Why.FROM_HOST)
 host.holding("permutation", list, lambda _, h: 1 + moved(torch.randperm(HIDDEN, device="cpu"), h), why=Why.FROM_HOST)
-host.holding("copies_out", dict, lambda held, h: held.update(seen=h.detach().cpu()) or 1.0, why=Why.TO_HOST)
+host.holding("copies_out", dict, lambda held, h: held.update(seen=h.detach().cpu()) or 1.0, why=Why.AGAIN)
 host.holding(
     "fill_value",
     lambda: [1.0],

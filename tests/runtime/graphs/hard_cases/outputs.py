@@ -1,4 +1,4 @@
-"""What the loop does with outputs beside taking one loss of one: hooks, gradients, writes, several backward passes."""
+"""Loops that do more with outputs than to take one loss of one: hooks, gradients, writes, several backward passes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from .case import Case, Training, Why
 SAME, BY_ITSELF, ENDED, WRONG = "same (recorded)", "same (by itself)", "ended", "wrong"
 RAISED, PLAIN_FAILS, NOISY = "raised", "plain fails", "noisy"
 
-# What a step returns is of the size of one, a loss for example; gradients of outputs are smaller.
+# Steps return values of the size of one, a loss for example; gradients of outputs are smaller.
 LEAST_VALUE = 0.1
 # Memory that a step leaves is filled with what would be seen, in blocks of these sizes.
 BLOCKS, OF_EACH = (1, 16, 144, 512, 4096, 70_000), 6
@@ -40,7 +40,7 @@ Wrap = Callable[[nn.Module, Callable[[Finding], None]], GraphedModel]
 
 @dataclass
 class Outcome:
-    """What one training gave: per step what it returned, weights and buffers; the last gradients by name."""
+    """Values, weights and buffers of one training by step, and its last gradients by name."""
 
     values: list[Tensor] = field(default_factory=list)
     weights: list[list[Tensor]] = field(default_factory=list)
@@ -187,7 +187,7 @@ def judged(plain: Outcome, graphed: Outcome, tolerance: float) -> tuple[str, str
     said = said + (f" ({where} differs, from step {first})" if worst > tolerance else "")
     if worst > tolerance:
         last = max((at for at, _ in graphed.findings), default=-1)
-        # What differs only after all was said is another error than that which was said.
+        # A difference that begins after the last finding is another error than the one that was found.
         is_said = first is not None and first <= last
         return (ENDED if is_said else WRONG), said, worst
     if graphed.made and not graphed.findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from .case import ALWAYS, LATER, Cases, Net, Training, Why, loss_of
 T = TypeVar("T")
 
 case = Cases("waits", "waits_for_", gpu=True)
+LATE = {"waits": False}
 
 
 class WaitingBackward(torch.autograd.Function):
@@ -27,27 +29,23 @@ class WaitingBackward(torch.autograd.Function):
         return gradient / max(1.0, 10 * gradient.norm().item())
 
 
-def reads(name: str, read: Callable[[Any, Tensor], Any], why: str = Why.WAITS, **more: Any) -> None:
-    """Adds a model that multiplies its hidden state by what the host reads of it."""
-    case.holding(name, lambda: {"late": False}, read, why=why, **more)
-
-
 def synchronized(*_: Any) -> float:
     torch.cuda.synchronize()
     return 1.0
 
 
-reads("item", lambda _, hidden: 1 / (hidden.abs().mean().item() + 0.5))
-reads("list", lambda _, hidden: hidden.mean(0).tolist()[0], Why.TO_HOST)
-reads("boolean_index", lambda _, hidden: 1 + hidden[hidden > 0.1].mean())
-reads("repeats_by_count", lambda _, h: torch.repeat_interleave(h, (h[:, 0] > 0).long() + 1, dim=0)[: len(h)])
-reads("synchronizes", synchronized, Why.RAISES)
-reads("waits_in_backward", lambda _, hidden: WaitingBackward.apply(hidden), Why.RAISES)
+# The host reads the hidden state, by which the model multiplies it.
+reads = partial(case.holding, hold=list, why=Why.WAITS)
+reads("item", read=lambda _, hidden: 1 / (hidden.abs().mean().item() + 0.5))
+reads("list", read=lambda _, hidden: hidden.mean(0).tolist()[0], why=Why.TO_HOST)
+reads("boolean_index", read=lambda _, hidden: 1 + hidden[hidden > 0.1].mean())
+reads("synchronizes", read=synchronized, why=Why.RAISES)
+reads("waits_in_backward", read=lambda _, hidden: WaitingBackward.apply(hidden), why=Why.RAISES)
 reads(
     "later",
-    lambda held, h: h.mean().item() if held["late"] else 1.0,
-    Why.AGAIN,
-    event=lambda t: t.model.held.update(late=True),
+    read=lambda _, hidden: hidden.mean().item() if LATE["waits"] else 1.0,
+    why=Why.DIFFERS,
+    event=lambda t: t.patch(LATE, "waits", value=True),
 )
 
 
@@ -202,11 +200,14 @@ def two_models(t: Training) -> Tensor:
     other = t.once("other", lambda: Net().to(t.device))
     called = t.once("called", lambda: t.wrap(other))
     other.zero_grad()
-    loss, _ = in_threads(t.plain, lambda: functional.cross_entropy(called(t.batch(0)[0]), t.batch(0)[1]).backward())
+    thread = threading.Thread(target=lambda: functional.cross_entropy(called(t.batch(0)[0]), t.batch(0)[1]).backward())
+    thread.start()
+    loss = t.plain()
+    thread.join()
+    torch.cuda.synchronize()
     return torch.cat([loss.reshape(1), other.head.weight.grad.flatten()])
 
 
-beside("computes_beside", lambda t: torch.ones(64, 64, device=t.device).sum())
 beside("waits_beside", lambda t: torch.ones(64, device=t.device).sum().item(), Why.WAITS)
 beside("synchronizes_beside", lambda _: torch.cuda.synchronize())
 beside("pins_and_frees_beside", pin_and_free)
