@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -43,26 +44,17 @@ def explain_command(file: str, objective: str | None, least_speed: float | None,
     With --objective: which of the policies in its evidence that no other beats would be taken for that.
     """
     from amptune.policy.file_io import load
-    from amptune.report.explanation import explain
-
-    if objective is not None or least_speed is not None:
-        _explain_objective(file, objective or "throughput", least_speed, as_json=as_json)
-        return
-    sentences = explain(load(file))
-    if as_json:
-        print_json("amptune.explain/1", {"file": file, "sentences": list(sentences), "findings": []})
-    else:
-        click.echo("\n".join(sentences))
-
-
-def _explain_objective(file: str, name: str, least_speed: float | None, *, as_json: bool) -> None:
-    from amptune.policy.file_io import load
-    from amptune.report.explanation import explain_for
+    from amptune.report.explanation import explain, explain_for
     from amptune.search.table.objective import objective_of
 
-    chosen, sentences = explain_for(load(file), objective_of(name, least_speed))
+    data: dict[str, Any] = {"file": file}
+    if objective is None and least_speed is None:
+        sentences = explain(load(file))
+    else:
+        name = objective or "throughput"
+        chosen, sentences = explain_for(load(file), objective_of(name, least_speed))
+        data |= {"objective": name, "chosen": chosen and chosen.as_dict()}
     if as_json:
-        data = {"file": file, "objective": name, "chosen": chosen and chosen.as_dict()}
         print_json("amptune.explain/1", {**data, "sentences": list(sentences), "findings": []})
     else:
         click.echo("\n".join(sentences))
@@ -89,40 +81,32 @@ def check_file(path: str, *, any_hardware: bool = False) -> tuple[str, tuple[Fin
 
     Raises `FileFormatError` if it is malformed, `HardwareMismatchError` if it is not valid here, unless `any_hardware`.
     """
-    from amptune.policy.policy_file import is_preset
-    from amptune.policy.yaml_text import read
-
-    if is_preset(path):
-        return _check_policy_or_profile(path, any_hardware=any_hardware)
-    data = read(path).data
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if isinstance(schema, str) and schema.startswith("amptune.space/"):
-        return "search space", _check_space(path)
-    return _check_policy_or_profile(path, any_hardware=any_hardware)
-
-
-def _check_space(path: str) -> tuple[Finding, ...]:
-    from amptune.search.space.space_file import load_space
-
-    load_space(path)
-    return ()
-
-
-def _check_policy_or_profile(path: str, *, any_hardware: bool) -> tuple[str, tuple[Finding, ...]]:
     from amptune.hardware.detect import probe
-    from amptune.policy.file_io import load_any, require_useful
+    from amptune.policy.file_io import load_any, parse_policy, require_useful
     from amptune.policy.hardware_match import require_valid
+    from amptune.policy.policy_file import is_preset
     from amptune.policy.profile import Profile, resolve_here
     from amptune.policy.yaml_text import read
 
-    found = load_any(path)
-    if isinstance(found, Profile):
-        require_useful(found, read(path))
+    document = None if is_preset(path) else read(path)
+    if document is None:
+        found = load_any(path)
+    else:
+        schema = document.data.get("schema") if isinstance(document.data, dict) else None
+        if isinstance(schema, str) and schema.startswith("amptune.space/"):
+            from amptune.search.space.space_file import parse_space
+
+            parse_space(document)
+            return "search space", ()
+        found = parse_policy(document)
+    if isinstance(found, Profile) and document is not None:
+        require_useful(found, document)
+    kind = "profile" if isinstance(found, Profile) else "policy"
     if any_hardware:
-        return "profile" if isinstance(found, Profile) else "policy", ()
-    labels = dict(probe().labels)
+        return kind, ()
+    notes: tuple[Finding, ...] = ()
     if isinstance(found, Profile):
         chosen = resolve_here(found)
-        note = Finding(code="entry", message=f"entry {chosen.entry} matches here", figures={"entry": chosen.entry})
-        return "profile", (note, *require_valid(chosen.policy_file, labels))
-    return "policy", require_valid(found, labels)
+        found, figures = chosen.policy_file, {"entry": chosen.entry}
+        notes = (Finding(code="entry", message=f"entry {chosen.entry} matches here", figures=figures),)
+    return kind, (*notes, *require_valid(found, dict(probe().labels)))

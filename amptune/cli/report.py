@@ -60,7 +60,7 @@ def report_command(
             print_json("amptune.report/1", {"output": output, "study": record.name, "findings": [finding.as_dict()]})
         return
     if output is not None:
-        files = files_of(_folder(where, record))
+        files = files_of(where if isinstance(where, Path) else Path(record.last.folder))
         write_page(page_of(study_report, findings_of(study_report), files), output)
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
@@ -86,11 +86,6 @@ def _recalled(study: str, name: str | None = None) -> tuple[Path | str, StudyRec
 
     where = _place(study)
     return where, recall(where, name)
-
-
-def _folder(where: Path | str, record: StudyRecord) -> Path:
-    """Returns the folder of the study's files beside its trials."""
-    return where if isinstance(where, Path) else Path(record.last.folder)
 
 
 def _study_report(record: StudyRecord, objective: str | None, least_speed: float | None) -> StudyReport:

@@ -53,14 +53,10 @@ def test_what_was_compiled_for_the_winner_lies_beside_its_policy_and_is_mentione
     done = tune(folder, *COMPILED)
     assert done.returncode == 0, done.stderr
     assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
-    (line,) = [line for line in done.stderr.splitlines() if "artifacts" in line]
-    assert line == "• compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
-
-
-def test_the_study_keeps_the_winner_s_alone(folder: Path) -> None:
-    tune(folder, *COMPILED)
     (kept,) = (folder / KEPT).iterdir()
     assert kept.read_bytes() == (folder / "policy.yaml.artifacts").read_bytes()
+    (line,) = [line for line in done.stderr.splitlines() if "artifacts" in line]
+    assert line == "• compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
 
 
 def test_a_resumed_study_writes_again_what_an_earlier_run_compiled(folder: Path) -> None:

@@ -42,24 +42,9 @@ def folder(tmp_path: Path) -> Path:
 
 def torchrun(*arguments: str, folder: Path) -> Done:
     """Runs a command under torchrun, in two processes."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "amptune",
-            *arguments,
-        ],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "amptune"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*line, *arguments], cwd=folder, capture_output=True, text=True, check=False, env=environment)
     return Done(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 

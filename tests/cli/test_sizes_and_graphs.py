@@ -56,24 +56,6 @@ def test_a_global_batch_is_kept_and_the_policy_says_so(folder: Path) -> None:
     assert "the global batch stays 128: 16 × accumulate 4 × 2 devices" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--global-batch", "100"], "name one that does with --batch-size: 5, 10, 20"),
-        (["--global-batch", "101", "--devices", "2"], "cannot be shared out evenly among 2 devices"),
-        (["--devices", "2"], "together with --global-batch"),
-        (["--max-memory", "60"], "write 60GiB"),
-        (["--set", "batch_size=4"], "use --batch-size"),
-    ],
-)
-def test_what_cannot_be_is_said_clearly(folder: Path, options: list[str], words: str) -> None:
-    machine = Machine(batch_size=16)
-    done = run(*BASE, *options, folder=folder, evaluator=machine)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr
-    assert machine.measured == []
-
-
 def test_a_baseline_that_takes_more_memory_than_is_allowed_is_said_clearly(folder: Path) -> None:
     with measuring_here(f"{folder}/train.py:small", memory_mib=10.0) as here:
         done = run(*BASE, "--max-memory", "10MiB", folder=folder, evaluator=here)

@@ -125,6 +125,6 @@ def test_a_new_knob_is_one_file_and_its_lines_beside_policy(tmp_path: Path) -> N
         text = text.replace(behind, line + behind)
     settings.write_text(text)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, REPOSITORY / "tests", *sys.path]))}
-    line = [sys.executable, "-W", "error", "-c", USE]
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    program = [sys.executable, "-W", "error", "-c", USE]
+    done = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "all of it\n", done.stderr

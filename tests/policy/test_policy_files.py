@@ -32,7 +32,7 @@ def test_a_file_survives_saving_and_loading_and_satisfies_its_schema(content: Po
 
 
 def test_a_policy_survives_the_way_through_a_file_and_through_plain_data() -> None:
-    departed = set()
+    departed: set[str] = set()
 
     @settings(max_examples=100, deadline=None)
     @given(policies())
