@@ -49,9 +49,7 @@ def clipping_after_unscale(tuned: Tuned, optimizer: Any) -> None:
     tuned.scaler.unscale_(optimizer)
     clip_grad_norm_(tuned.model.parameters(), 1e-6)
     clip_grad_value_(tuned.model.parameters(), 1e-9)
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad(set_to_none=False)
+    finish(tuned, optimizer)
 
 
 @repeated
