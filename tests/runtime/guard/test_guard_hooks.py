@@ -24,7 +24,6 @@ from amptune.runtime.tuned import Tuned
 
 BF16 = Policy(autocast="bf16")
 
-# Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).
 torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 
 
@@ -52,7 +51,7 @@ def plainly(tuned: Tuned, model: nn.Module) -> None:
 def beside_another(tuned: Tuned, _: nn.Module) -> None:
     """As a teacher, which is evaluated under a policy of its own."""
     optimizer = sgd(nn.Linear(2, 2))
-    for _ in range(10 * WATCHED_STEPS):
+    for _step in range(10 * WATCHED_STEPS):
         optimizer.step()
     tuned.autocast()
 
