@@ -90,8 +90,9 @@ def test_a_module_computes_what_one_in_its_precision_does(
         assert torch.is_autocast_enabled("cpu")
     assert out.dtype is (torch.float32 if precision == "fp32" else dtype)
     assert torch.equal(out, expected.to(out.dtype))
-    out.float().square().sum().backward()
-    expected.to(out.dtype).float().square().sum().backward()
+    losses: list[Any] = [one.float().square().sum() for one in (out, expected.to(out.dtype))]
+    for loss in losses:
+        loss.backward()
     assert all(one is own for one, own in zip(module.parameters(), weights, strict=True))
     for one, other in zip(weights, twin.parameters(), strict=True):
         assert one.grad is not None

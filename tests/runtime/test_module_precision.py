@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.settings import Fp32Rule
-from amptune.runtime.module_precision import select
+from amptune.policy.settings import Fp32Rule, HalfRule, Policy
+from amptune.runtime.module_precision import precisions_of, select
 
 
 class Block(nn.Module):
@@ -86,6 +86,13 @@ def test_what_runs_inside_a_selected_module_is_covered_by_it() -> None:
 def test_the_first_rule_that_names_a_module_decides() -> None:
     first, second = Fp32Rule(type="Conv2d", cast_output=True), Fp32Rule(path="**.conv")
     assert [one.rule for one in select(Net(), (first, second))] == [first, first]
+
+
+def test_fp32_goes_before_half_which_reaches_nothing_inside_it() -> None:
+    fp32 = (Fp32Rule(path="blocks.0"), Fp32Rule(path="heads.a", cast_output=True))
+    policy = Policy(autocast="bf16", fp32_modules=fp32, half_modules=(HalfRule(type="BatchNorm2d"),))
+    found = {one.path: precision for one, precision in precisions_of(policy, Net())}
+    assert found == {"blocks.0": "fp32", "heads.a": "fp32-cast", "blocks.1.norm": "half"}
 
 
 def test_a_shared_module_is_selected_once_by_any_of_its_paths() -> None:

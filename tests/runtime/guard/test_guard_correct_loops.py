@@ -36,10 +36,10 @@ def written_to_while_scaled(tuned: Tuned, optimizer: Any) -> None:
     for _ in range(16):
         scaled_backward(tuned)
     clip_grad_norm_(tuned.model.parameters(), float("inf"))
-    for parameter in tuned.model.parameters():
-        parameter.grad /= 16  # type: ignore[operator]
-    for parameter in parts(tuned.model)[0].parameters():
-        parameter.grad.zero_()  # type: ignore[union-attr]
+    gradients: list[Any] = [parameter.grad for parameter in tuned.model.parameters()]
+    for gradient in gradients:
+        gradient /= 16
+    parts(tuned.model)[0].zero_grad(set_to_none=False)
     finish(tuned, optimizer)
 
 
@@ -49,16 +49,15 @@ def clipping_after_unscale(tuned: Tuned, optimizer: Any) -> None:
     tuned.scaler.unscale_(optimizer)
     clip_grad_norm_(tuned.model.parameters(), 1e-6)
     clip_grad_value_(tuned.model.parameters(), 1e-9)
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad(set_to_none=False)
+    finish(tuned, optimizer)
 
 
 @repeated
 def unscaled_by_the_scale(tuned: Tuned, optimizer: Any) -> None:
     scaled_backward(tuned)
-    for parameter in tuned.model.parameters():
-        parameter.grad /= tuned.scaler.get_scale()  # type: ignore[operator]
+    gradients: list[Any] = [parameter.grad for parameter in tuned.model.parameters()]
+    for gradient in gradients:
+        gradient /= tuned.scaler.get_scale()
     clip_grad_norm_(tuned.model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -234,7 +233,7 @@ def an_overflow_now_and_then(tuned: Tuned, model: nn.Module) -> None:
 
 
 def in_parallel(tuned: Tuned, model: nn.Module) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         called, optimizer = nn.parallel.DistributedDataParallel(tuned.model), sgd(model)
         for _ in range(STEPS):

@@ -17,15 +17,21 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import amptune
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
+from amptune.runtime.guard import step_watch
 from amptune.runtime.guard.guard import WATCHED_STEPS
 from amptune.runtime.scaler import PolicyScaler
 from amptune.runtime.tuned import Tuned
 
-MANY = 10 * WATCHED_STEPS
 BF16 = Policy(autocast="bf16")
 
-# Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).
 torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+
+
+@pytest.fixture(autouse=True)
+def _no_other_watch() -> None:
+    """Ends those of models that other tests dropped without undoing their policies."""
+    for watch in list(step_watch._watches):
+        watch.remove()
 
 
 def hooks_for(model: nn.Module) -> tuple[int, int]:
@@ -45,7 +51,7 @@ def plainly(tuned: Tuned, model: nn.Module) -> None:
 def beside_another(tuned: Tuned, _: nn.Module) -> None:
     """As a teacher, which is evaluated under a policy of its own."""
     optimizer = sgd(nn.Linear(2, 2))
-    for _ in range(MANY):
+    for _step in range(10 * WATCHED_STEPS):
         optimizer.step()
     tuned.autocast()
 
@@ -82,7 +88,6 @@ def test_what_was_found_stays_and_nobody_watches_any_more() -> None:
     train(tuned, sgd(model), WATCHED_STEPS)
     with tuned.autocast():
         tuned.model(images()).sum().backward()
-    tuned.undo()
     assert codes(tuned) == ["backward-inside-autocast"]
 
 

@@ -12,10 +12,7 @@ from torch import nn
 from amptune.policy.settings import Policy
 from amptune.runtime.tuned import Tuned
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("fused", [False, True])
