@@ -82,7 +82,6 @@ def test_all_calls_of_a_module_count_whatever_it_is_called() -> None:
     assert {path: module.calls for path, module in found.items()} == {"linear": 3, "single": 1}
     shared, single = found["linear"], found["single"]
     assert (shared.input_bytes, shared.output_bytes) == (3 * single.input_bytes, 3 * single.output_bytes)
-    assert shared.cast_bytes == single.cast_bytes  # autocast keeps what it cast
     assert shared.fp32_ms is not None
     assert single.fp32_ms is not None
     assert shared.fp32_ms == pytest.approx(3 * single.fp32_ms)  # of one shape, so one time
@@ -402,12 +401,6 @@ def test_the_stream_of_a_layer_norm_is_what_this_torch_does_on_the_cpu() -> None
         follows = nn.LayerNorm(8)(torch.randn(4, 8).bfloat16()).dtype is torch.bfloat16
     stream = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))))["1"].stream
     assert stream == ("follows" if follows else "fp32")
-
-
-def test_only_modules_whose_weights_autocast_casts_pay_for_it() -> None:
-    linear, norm = sensed(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))).modules
-    assert linear.cast_bytes == 6 * (64 + 8)  # four bytes read and two written
-    assert norm.cast_bytes == 0
 
 
 class Added(nn.Module):
