@@ -155,7 +155,6 @@ def modules(count: int) -> dict[str, Sensitivity]:
             stream="half",
             input_bytes=1,
             output_bytes=1,
-            cast_bytes=1,
         )
         for i in range(count)
     )

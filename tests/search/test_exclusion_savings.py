@@ -36,7 +36,6 @@ def module(
         stream=stream,
         input_bytes=mib * 2**20,
         output_bytes=mib * 2**20,
-        cast_bytes=0,
         producers=(after,) if after else (),
     )
 

@@ -133,7 +133,6 @@ class _Watch:
         outputs = Replay(call, gradients, None, self._device, 1.0).run()
         with kept_as_it_is(call.module, self._device):
             stream = self._stream_of(call)
-        bytes_cast = FP32_BYTES + AUTOCAST_DTYPES[self._dtypes[0]].itemsize if stream == "half" else 0
         seen, self._keys[path] = self._seen[path], call.key
         self._seen[path] = replace(
             seen,
@@ -141,8 +140,6 @@ class _Watch:
             stream=stream,
             input_bytes=seen.input_bytes + FP32_BYTES * _numel(floating_in((call.args, call.kwargs))),
             output_bytes=seen.output_bytes + FP32_BYTES * _numel(outputs),
-            # Read in FP32, written in half. Counted once for all calls: autocast caches the casts of weights.
-            cast_bytes=bytes_cast * _numel(call.module.parameters()),
         )
 
     def _stream_of(self, call: Call) -> Stream:
@@ -183,7 +180,7 @@ class _Watch:
 def _unseen(path: str) -> ModuleSensitivity:
     """Returns the record of a module that has not been run again yet."""
     return ModuleSensitivity(
-        path=path, calls=0, fp32_ms=None, half_ms={}, stream="follows", input_bytes=0, output_bytes=0, cast_bytes=0
+        path=path, calls=0, fp32_ms=None, half_ms={}, stream="follows", input_bytes=0, output_bytes=0
     )
 
 

@@ -21,9 +21,8 @@ class ModuleSensitivity:
     """One module without children, over all its calls in one step.
 
     `fp32_ms` is its forward and backward time in FP32, `half_ms` that with half inputs, including the casts of its
-    weights. `input_bytes` and `output_bytes` are the sizes of its floating-point tensors in FP32. `cast_bytes` are the
-    bytes that autocast reads and writes to cast its weights. `producers` are the paths of modules whose outputs are its
-    inputs.
+    weights. `input_bytes` and `output_bytes` are the sizes of its floating-point tensors in FP32. `producers` are
+    the paths of modules whose outputs are its inputs.
     """
 
     path: str
@@ -33,7 +32,6 @@ class ModuleSensitivity:
     stream: Stream
     input_bytes: int
     output_bytes: int
-    cast_bytes: int
     producers: tuple[str, ...] = ()
 
 

@@ -73,7 +73,6 @@ def test_all_calls_of_a_module_count_whatever_it_is_called() -> None:
     assert {path: module.calls for path, module in found.items()} == {"linear": 3, "single": 1}
     shared, single = found["linear"], found["single"]
     assert (shared.input_bytes, shared.output_bytes) == (3 * single.input_bytes, 3 * single.output_bytes)
-    assert shared.cast_bytes == single.cast_bytes  # autocast keeps what it cast
     assert shared.fp32_ms is not None
     assert single.fp32_ms is not None
     assert shared.fp32_ms == pytest.approx(3 * single.fp32_ms)  # of one shape, so one time
@@ -308,12 +307,6 @@ def test_the_stream_says_what_autocast_makes_of_an_output() -> None:
     assert [one.stream for one in modules_of(sensed(nn.Sequential(*layers))).values()] == streams
     embedded = modules_of(sensed(nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 2)), **IDS))
     assert [one.stream for one in embedded.values()] == ["fp32", "half"]
-
-
-def test_only_modules_whose_weights_autocast_casts_pay_for_it() -> None:
-    linear, norm = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))).values()
-    assert linear.cast_bytes == 6 * (64 + 8)  # four bytes read and two written
-    assert norm.cast_bytes == 0
 
 
 class Branching(nn.Module):
