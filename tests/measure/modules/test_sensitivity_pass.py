@@ -73,6 +73,7 @@ def test_all_calls_of_a_module_count_whatever_it_is_called() -> None:
     assert {path: module.calls for path, module in found.items()} == {"linear": 3, "single": 1}
     shared, single = found["linear"], found["single"]
     assert (shared.input_bytes, shared.output_bytes) == (3 * single.input_bytes, 3 * single.output_bytes)
+    assert shared.cast_bytes == single.cast_bytes  # autocast keeps what it cast
     assert shared.fp32_ms is not None
     assert single.fp32_ms is not None
     assert shared.fp32_ms == pytest.approx(3 * single.fp32_ms)  # of one shape, so one time
@@ -309,13 +310,18 @@ def test_the_stream_says_what_autocast_makes_of_an_output() -> None:
     assert [one.stream for one in embedded.values()] == ["fp32", "half"]
 
 
+class Added(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+
 class Branching(nn.Module):
     """`join` takes what `left` and `right` give, `plain` something that was changed on the way."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.plain = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.join = nn.Bilinear(8, 8, 8)
+        self.join = Added()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.plain(torch.tanh(self.join(self.left(x), self.right(x))))

@@ -396,7 +396,7 @@ def test_what_is_near_the_limits_is_looked_at_a_second_time_if_there_is_time(pas
     assert held_to_the_limits(BF16, parity).passes == is_sound
     assert not held_to_the_limits(BF16, replace(parity, again=None)).passes
     _stretches = 0
-    assert judge(found.bench, BF16, found.reference, limit_s=LITTLE_S).again is None
+    assert judge(found.bench, BF16, found.reference, limit_s=found.reference.seconds).again is None
 
 
 @pytest.mark.slow
