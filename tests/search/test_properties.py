@@ -336,7 +336,8 @@ def told(verdict: Verdict) -> dict[str, Any]:
     """What a verdict says, its figures to five digits: a stored moment is rounded to a millisecond."""
     figures = {one.policy: (one.lost, one.rows, float(f"{one.speedup:.5g}")) for one in verdict.contenders}
     ratios = [float(f"{x:.5g}") for one in (verdict.gain, verdict.speedup) for x in (one.value, one.low, one.high)]
-    named = (verdict.winner.policy, verdict.baseline.policy, verdict.confidence, *map(str, verdict.findings))
+    codes = [finding.code for finding in verdict.findings]  # of equal rivals the words may name another
+    named = (verdict.winner.policy, verdict.baseline.policy, verdict.confidence, *codes)
     return {"named": named, "figures": figures, "ratios": ratios}
 
 
