@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from simulated.landscape import WORKLOADS, Replay, Trouble, replay, same_twice, trouble_of  # found by the line above
 
+from amptune.search.sampler.policy_sampler import sampler_named
 from amptune.search.table.ratio import Ratio
 
 Row = TypeVar("Row")
@@ -52,6 +53,7 @@ class Job:
     budget_s: float
     trouble: Trouble
     flat: float | None = None
+    sampler: str = "amptune"
 
 
 def main() -> int:
@@ -63,6 +65,7 @@ def main() -> int:
     parser.add_argument("--aa", type=int, default=0, metavar="N", help="comparisons of a policy with itself")
     parser.add_argument("--budget", type=float, default=300.0, help="simulated seconds a tuning")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
+    parser.add_argument("--sampler", choices=("amptune", "tpe", "gp", "random"), default="amptune")
     parser.add_argument("--seed", type=int, default=0, help="of the first tuning; the others count on from it")
     parser.add_argument(
         "--trouble",
@@ -77,7 +80,10 @@ def main() -> int:
 
     def jobs(count: int) -> list[Job]:
         seeds = range(arguments.seed, arguments.seed + count)
-        return [Job(workloads[seed % len(workloads)], seed, arguments.budget, trouble) for seed in seeds]
+        return [
+            Job(workloads[seed % len(workloads)], seed, arguments.budget, trouble, sampler=arguments.sampler)
+            for seed in seeds
+        ]
 
     nulls = [replace(job, flat=NULL_LANDSCAPES[job.seed % 2]) for job in jobs(arguments.null)]
     started = time.monotonic()
@@ -121,6 +127,7 @@ def tuned(job: Job) -> Replay:
             budget_s=job.budget_s,
             folder=Path(folder),
             flat=job.flat,
+            sampler=sampler_named(job.sampler, job.seed),
         )
 
 

@@ -28,6 +28,7 @@ from amptune.errors import StudyError
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.search.request import TuningRequest
+    from amptune.search.sampler.policy_sampler import Sampler
     from amptune.search.space.global_batch import GlobalBatch
 
 __all__ = ["tune_command"]
@@ -38,7 +39,7 @@ _GROUPS = {
     "Effort": ["budget", "trials"],
     "What is best": ["objective", "least_speed", "steps", "baseline", "max_memory"],
     "What may change": ["batch_size", "global_batch", "devices", "compile_", "pins", "space"],
-    "Where it runs": ["device", "workers", "study", "seed"],
+    "Where it runs": ["device", "workers", "study", "seed", "sampler"],
 }
 
 
@@ -76,6 +77,8 @@ _GROUPS = {
 )
 @click.option("--study", type=FILE, metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
+@click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
+              help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer alone: no progress, no findings.")
 @json_option
@@ -176,6 +179,7 @@ def _request(
     device: str | None,
     study: str | None,
     seed: int,
+    sampler: str,
     objective: str,
     least_speed: float | None,
     steps: int | None,
@@ -204,8 +208,17 @@ def _request(
         device=device,
         ranks=ranks,
         seed=seed,
+        sampler=_sampler(sampler, seed),
         objective=objective_of(objective, least_speed, steps),
     )
+
+
+def _sampler(name: str, seed: int) -> Sampler | None:
+    if name == "amptune":
+        return None
+    from amptune.search.sampler.policy_sampler import sampler_named  # Optuna's take seconds to import
+
+    return sampler_named(name, seed)
 
 
 def _baseline(text: str) -> Policy:

@@ -17,6 +17,7 @@ from amptune.workload.workload import Workload
 if TYPE_CHECKING:
     from amptune.search.decide.decision import Decision
     from amptune.search.events import Observer
+    from amptune.search.sampler.policy_sampler import Sampler
     from amptune.search.table.objective import ObjectiveName
 
 __all__ = ["tune"]
@@ -38,6 +39,7 @@ def tune(
     device: str | None = None,
     study: str | Path | None = None,
     seed: int = 0,
+    sampler: Sampler | None = None,
     objective: ObjectiveName = "throughput",
     least_speed: float | None = None,
     steps: int | None = None,
@@ -52,7 +54,7 @@ def tune(
     or "auto" to search it too. So many `devices` will train together: if so many GPUs are visible, steps are timed on
     all of them, the exchange of gradients included. `global_batch` is the samples of one optimizer step over all of
     them; batches are accumulated to reach it. `compile` says whether to try torch.compile; by default the budget
-    decides.
+    decides. A `sampler` of Optuna proposes policies in place of amptune's own, for throughput.
 
     The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
@@ -94,6 +96,7 @@ def tune(
         device=device,
         ranks=ranks_of(devices, device),
         seed=seed,
+        sampler=sampler,
         objective=objective_of(objective, least_speed, steps),
     )
     return run_tuning(request, observer or (lambda _: None))

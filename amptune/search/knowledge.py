@@ -55,6 +55,7 @@ class Knowledge:
             objective=request.objective,
             baseline=candidates.baseline,
             fits=self.sizes.fits,
+            sampler=request.sampler,
         )
         study.begin(self._record)
         for judgement in self.judge.judgements.by_numerics.values():

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from amptune.errors import StudyError, TargetError, first_line
+from amptune.errors import ObjectiveError, StudyError, TargetError, first_line
 from amptune.hardware.cuda_driver import gpu_count
 from amptune.measure.workers.source import Source
 from amptune.policy.policy_file import BASELINES
@@ -25,6 +25,9 @@ from amptune.workload.script import require_importable, require_workload
 from amptune.workload.targets import parse_target
 from amptune.workload.workload import Workload
 
+if TYPE_CHECKING:
+    from amptune.search.sampler.policy_sampler import Sampler
+
 __all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of"]
 
 
@@ -32,8 +35,10 @@ __all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of"
 class TuningRequest:
     """A request for one tuning run. `study` is a folder or a database URL; `folder` has the log and the locks.
 
-    So many `workers` of one command share the machine. Steps are timed over so many `ranks`: each of the devices that
-    will train, or the first alone. `run` names it among all runs of the study; `began` is UTC, ISO 8601.
+    `sampler` proposes policies; by default amptune's own. So many `workers` of one command share the machine. Steps are
+    timed over so many `ranks`: each of the devices that will train, or the first alone. `run`
+    names it among all runs of the study; `began` is UTC, ISO 8601. Raises `ObjectiveError` if a sampler is given that
+    cannot serve the objective.
     """
 
     source: Source
@@ -45,9 +50,16 @@ class TuningRequest:
     workers: int = 1
     ranks: int = 1
     seed: int = 0
+    sampler: Sampler | None = None
     objective: Objective = THROUGHPUT
     run: str = field(default_factory=lambda: uuid4().hex)
     began: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+
+    def __post_init__(self) -> None:
+        if self.sampler is not None and self.objective.name != "throughput":
+            raise ObjectiveError(
+                f"a study's values are samples per second, so only amptune's own sampler serves {self.objective.name}"
+            )
 
     @property
     def artifacts(self) -> Path:

@@ -239,6 +239,14 @@ def test_an_interruption_of_what_has_nothing_to_write_says_so_and_exits_with_130
     assert machine.closed
 
 
+def test_one_of_optunas_samplers_can_propose(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    arguments = ("tune", "train.py:small", "--budget", "200s", "--trials", "8", "--sampler", "tpe")
+    done = run(*arguments, folder=tmp_path, evaluator=Machine())
+    assert done.returncode == 0, done.stderr
+    assert load(tmp_path / "policy.yaml").policy.autocast == "fp16"
+
+
 def test_arguments_of_the_script_stand_behind_two_dashes_and_in_the_command_that_measures_more(folder: Path) -> None:
     done = run("tune", "train.py:small", "--budget", "60s", "--", "--lr", "0.1", folder=folder, evaluator=Machine())
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The study as Optuna knows it: its sampler, workers beside one another, and what plain Optuna reads."""
+"""The study as Optuna knows it: samplers, workers beside one another, and what plain Optuna reads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import optuna
 import pytest
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
-from simulated.recorded import RecordedEvaluator
+from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort
 from amptune.policy.settings import STOCK, Policy
+from amptune.search.sampler.policy_sampler import sampler_named, with_fixed
 from amptune.search.sampler.storage import Handle, Store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -24,7 +25,7 @@ WORKER = """
 import json, sys
 sys.path[:0] = sys.argv[3:]
 from test_policy_sampler import opened, searched
-study = opened(sys.argv[1])
+study = opened(sys.argv[1], sampler=None)
 print(json.dumps([str(policy) for policy in searched(study, int(sys.argv[2]))]))
 """
 
@@ -33,9 +34,9 @@ def candidates() -> Candidates:
     return candidates_for(RecordedEvaluator("resnet50").prepare(1.0), Wanted(baseline=STOCK, pins={}))
 
 
-def opened(where: Path | str) -> Study:
+def opened(where: Path | str, sampler: BaseSampler | None = None) -> Study:
     known = candidates()
-    return open_study(where, "study", known.space, known.policy_of, seed=0, baseline=STOCK)
+    return open_study(where, "study", known.space, known.policy_of, seed=0, baseline=STOCK, sampler=sampler)
 
 
 def searched(study: Study, count: int) -> list[Policy]:
@@ -85,6 +86,28 @@ def test_four_workers_on_one_study_measure_nothing_twice(tmp_path: Path) -> None
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     asked = [policy for worker in workers for policy in json.loads(worker.communicate(timeout=300)[0])]
     assert len(asked) == len(set(asked)) == 48
+
+
+@pytest.mark.parametrize(
+    "sampler", [RandomSampler(seed=0), TPESampler(seed=0, n_startup_trials=4)], ids=["random", "tpe"]
+)
+def test_optunas_own_samplers_search_the_space(tmp_path: Path, sampler: BaseSampler) -> None:
+    study = opened(tmp_path, sampler)
+    study.measure_first([STOCK])
+    found = searched(study, 25)
+    assert len(set(found)) == 25
+    assert all(policy in study for policy in found)
+    assert min(recorded_ms("resnet50", policy) for policy in found) < recorded_ms("resnet50", STOCK)
+
+
+@pytest.mark.slow
+def test_optunas_gaussian_process_searches_too(tmp_path: Path) -> None:
+    assert len(set(searched(opened(tmp_path, sampler_named("gp", seed=0)), 15))) == 15
+
+
+def test_a_sampler_that_always_proposes_the_same_hands_over(tmp_path: Path) -> None:
+    stubborn = with_fixed(RandomSampler(), candidates().space.try_first[0])
+    assert len(set(searched(opened(tmp_path, stubborn), 5))) == 5
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from optuna.samplers import RandomSampler
+from measurements import took
+from optuna.samplers import TPESampler
 from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import OOM, request_in
@@ -19,7 +21,8 @@ from amptune.search.pipeline import tune_with
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Dimension, Space
+from amptune.search.space.knobs import Dimension, Point, Space
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -111,10 +114,31 @@ def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
             assert trial.outcome.mean_ms == pytest.approx(recorded_ms("resnet50", trial.policy), rel=0.01)
 
 
+def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:
+    knob = Dimension(name="autocast", choices=("off", "bf16"))
+    store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
+    asked: list[object] = []
+    for number in range(40):
+        known = {"autocast": knob.choices[number % 2]} if number < 12 else None
+        if known:
+            store.enqueue(Point(known))
+        handle = store.ask(store._teller or TPESampler(seed=0))
+        store.settle(handle)
+        store.claim(handle, Policy(autocast=handle.params["autocast"]))
+        failed = handle.params["autocast"] == "bf16"
+        outcome = Failure(kind="oom", message="") if failed else took(10.0)
+        score = 9.0 if failed else 1.0
+        row = Row(policy=STOCK, outcome=outcome, run="", launch="", moment_s=float(number))
+        told = SimpleNamespace(outcome=outcome, seconds=1.0, samples_per_s=score, row=row)
+        store.tell(handle, told)  # type: ignore[arg-type]
+        asked += [] if known else [handle.params["autocast"]]
+    assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more
+
+
 def test_a_study_that_another_version_wrote_is_a_clear_error() -> None:
     knob = Dimension(name="autocast", choices=("off", "bf16"))
     store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
-    handle = store.ask(RandomSampler(seed=0))
+    handle = store.ask(TPESampler(seed=0))
     store.settle(handle)
     store.claim(handle, STOCK)
     handle.set_user_attr("outcome", outcome_to_dict(Failure(kind="oom", message="out of memory")))

@@ -86,7 +86,7 @@ def database_at(url: str) -> BaseStorage:
 
 @contextmanager
 def experimental() -> Iterator[None]:
-    """Silences Optuna, which warns of its journal as experimental."""
+    """Silences Optuna, which warns of its journal and of some samplers as experimental."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield

@@ -55,6 +55,11 @@ class Catalog:
         """Returns the policies, by index, that have none of these modes of torch.compile."""
         return {index for policy, index in self.index.items() if policy.compile not in modes}
 
+    @property
+    def has_modes(self) -> bool:
+        """True if there is a choice of modes of torch.compile."""
+        return len({policy.compile for policy in self.policies}) > 1
+
     def next_smaller(self, policy: Policy) -> Policy | None:
         """Returns the policy with the next smaller batch size, if there is one."""
         point, smaller = self.points.get(policy), [size for size in self.sizes if size < (policy.batch_size or 0)]

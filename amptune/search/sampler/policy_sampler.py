@@ -7,15 +7,35 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
 
 from amptune.search.sampler.acquisition import Proposal, Proposer
+from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import Catalog, History
 from amptune.search.sampler.stored_trials import running_in, trials_in
+from amptune.search.space.knobs import Value
 from amptune.search.table.trial import Trial
 
-__all__ = ["PolicySampler"]
+__all__ = ["PolicySampler", "Sampler", "sampler_named", "with_fixed"]
+
+# What `amptune.tune` takes: any of Optuna's samplers.
+Sampler = BaseSampler
+
+
+def sampler_named(name: str, seed: int) -> BaseSampler | None:
+    """Returns one of Optuna's samplers by its name; None for "amptune", which needs the study's space."""
+    makers: Mapping[str, Callable[..., BaseSampler]] = {"tpe": TPESampler, "gp": GPSampler, "random": RandomSampler}
+    with experimental():
+        return makers[name](seed=seed) if name in makers else None
+
+
+def with_fixed(sampler: BaseSampler, fixed: Mapping[str, Value]) -> BaseSampler:
+    """Returns a sampler that proposes as this one, with some knobs fixed."""
+    if not fixed:
+        return sampler
+    with experimental():
+        return PartialFixedSampler(dict(fixed), sampler)
 
 
 class PolicySampler(BaseSampler):

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.samplers import BaseSampler
+from optuna.samplers import BaseSampler, TPESampler
 from optuna.storages import BaseStorage
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from amptune.errors import StudyError
+from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
@@ -45,6 +46,8 @@ class Store:
         self._study = study
         self._leases = Leases(study)
         self.distributions = distributions_of(space)
+        # Since Optuna 5 a trial stores its own constraint; before, only a sampler can.
+        self._teller = None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
 
     def trials(self, besides: Collection[int] = ()) -> list[Trial]:
         """Returns the trials that have an outcome, in their order, except those with the numbers `besides`."""
@@ -103,7 +106,7 @@ class Store:
             return {policy for policy in running_in(self._study).values() if policy is not None}
 
     def tell(self, handle: Handle, trial: Trial) -> None:
-        """Writes the outcome. A failed trial is complete too, with no samples per second.
+        """Writes the outcome. A failed trial is complete too, with its constraint violated, so samplers see it.
 
         If others thought that this worker was gone, they have given the trial up: its outcome is left out.
         """
@@ -111,6 +114,10 @@ class Store:
             kept = {**trial.row.as_dict(), "seconds": trial.seconds}
             for name in ("outcome", "seconds", "run", "moment_s"):
                 handle.set_user_attr(name, kept[name])
+            if self._teller is None:
+                handle.set_constraint("feasible", 1.0 if isinstance(trial.outcome, Failure) else 0.0)
+            else:
+                self._study.sampler = self._teller
             self._study.tell(handle, trial.samples_per_s, skip_if_finished=True)
 
     def forget(self, handle: Handle) -> None:
@@ -162,6 +169,10 @@ def keep_findings(where: Path | str, run: str, findings: Iterable[Finding]) -> N
         for study in storage.get_all_studies():
             if f"{TUNING} {run}" in study.user_attrs:
                 storage.set_study_user_attr(study._study_id, f"{FINDINGS} {run}", told)
+
+
+def _violation(trial: FrozenTrial) -> tuple[float]:
+    return (float(trial.user_attrs["outcome"]["failed"]),)
 
 
 def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:

@@ -16,7 +16,7 @@ from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.backend import TrialGivenUpError
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
 from amptune.search.sampler.neighbours import neighbours_of
-from amptune.search.sampler.policy_sampler import PolicySampler
+from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed
 from amptune.search.sampler.records import GateRecord, TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.sampler.suggestion import Suggestion
@@ -27,15 +27,18 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["Study", "open_study"]
 
+# A foreign sampler may propose so many policies in turn that were measured or are none.
+MOST_ASKED = 20
 # So many workers can be faster in turn, or have enqueued what was measured since.
 MOST_ATTEMPTS = 200
 
 
 class Study:
-    """The trials so far and what to try next. Every outcome is stored before the next policy is asked for.
+    """The trials so far and a sampler of the next one. Every outcome is stored before the next policy is asked for.
 
     The trials come from tuning runs of any objective, and from other workers that use the same storage now. A trial is
-    used if it failed or has the figure that this `objective` needs. `history` is the trials so far as a value.
+    used if it failed or has the figure that this `objective` needs. `sampler` proposes policies; by default amptune's.
+    `history` is the trials so far as a value.
     """
 
     def __init__(
@@ -45,10 +48,12 @@ class Study:
         seed: int,
         objective: Objective = THROUGHPUT,
         baseline: Policy | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self._store, self._catalog, self._seed = store, catalog, seed
         self._objective, self._baseline = objective, baseline
         self._proposer = catalog.proposer(seed)
+        self._given = sampler
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
         self.run = ""
@@ -173,15 +178,18 @@ class Study:
         """Returns the next unmeasured policy, in one of these modes of torch.compile; None if all such are measured.
 
         A `wanted` policy is suggested if it is free, and else what was put first. Policies that another worker is
-        measuring are skipped. Raises `StudyError` if the storage never returns what it was asked for.
+        measuring are skipped. What a foreign sampler proposes may have been measured, or be no policy of the space:
+        after some of those it is amptune's own sampler that proposes. Raises `StudyError` if the storage never returns
+        what it was asked for.
         """
-        for _ in range(MOST_ATTEMPTS):
+        for attempt in range(MOST_ATTEMPTS):
             with suppress(TrialGivenUpError):  # the next is this worker's again
                 self._store.give_up_what_nobody_has()
                 self._catch_up_trials()
                 asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
-                handle, sampler = self._ask(asked, modes)
-                proposal = sampler.proposal if asked is None else None
+                given = None if attempt >= MOST_ASKED else self._given
+                handle, own = self._ask(asked, modes, given)
+                proposal = own.proposal if asked is None and given is None else None
                 policy = self._catalog.policy_of(handle.params) if handle.params else asked
                 is_open = policy is not None and self._is_open(policy, asked, modes)
                 if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
@@ -191,7 +199,7 @@ class Study:
                             return Suggestion(policy, handle)
                         return Suggestion(policy, handle, proposal.gain, proposal.least, proposal.seconds)
                 self._store.forget(handle)
-                if proposal is None and asked is None and not sampler.was_enqueued:
+                if proposal is None and asked is None and given is None and not own.was_enqueued:
                     return None
         raise StudyError(f"the study gave none of the policies that it was asked for, {MOST_ATTEMPTS} times")
 
@@ -215,18 +223,22 @@ class Study:
         open_ones = (one for one in self._first if self._catalog.index.get(one) not in excluded)
         return next((policy for policy in open_ones if modes is None or policy.compile in modes), None)
 
-    def _ask(self, wanted: Policy | None, modes: Collection[CompileMode] | None) -> tuple[Handle, PolicySampler]:
-        """Begins a trial of the wanted policy, of one that a worker enqueued, or of what the sampler proposes."""
+    def _ask(
+        self, wanted: Policy | None, modes: Collection[CompileMode] | None, given: Sampler | None
+    ) -> tuple[Handle, PolicySampler]:
+        """Begins a trial of the wanted policy, of one that a worker enqueued, or of what a sampler proposes."""
         point = self._catalog.points.get(wanted) if wanted is not None else None
         if point is not None:
             self._store.enqueue(point)
         others = set() if modes is None else self._catalog.not_in(modes)
         basis = self._store.distributions, self._catalog, self._history_that_tells, self._proposer
-        sampler = PolicySampler(*basis, self._excluded | others, is_idle=wanted is not None)
-        handle = self._store.ask(sampler)
-        if wanted is None or point is not None or sampler.was_enqueued:
+        own = PolicySampler(*basis, self._excluded | others, is_idle=wanted is not None)
+        fixed = {"compile": next(iter(modes))} if modes and len(modes) == 1 and self._catalog.has_modes else {}
+        proposes = own if wanted is not None or given is None else with_fixed(given, fixed)
+        handle = self._store.ask(proposes)
+        if wanted is None or point is not None or own.was_enqueued:
             self._store.settle(handle)
-        return handle, sampler
+        return handle, own
 
     def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
         is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
@@ -272,6 +284,7 @@ def open_study(
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
     fits: Callable[[Policy], bool] = lambda _: True,
+    sampler: Sampler | None = None,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
@@ -281,4 +294,4 @@ def open_study(
     Raises `StudyError` if the storage cannot be used.
     """
     store = open_store(where, name, stored or space)
-    return Study(store, Catalog(space, to_policy, fits), seed, objective, baseline)
+    return Study(store, Catalog(space, to_policy, fits), seed, objective, baseline, sampler)
