@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amptune.report.long_look_page import page_of_look
 from simulated.recorded import H200, RecordedEvaluator
 
 from amptune.errors import HardwareMismatchError, NothingFeasibleError, StudyError, UserCodeError
@@ -247,13 +246,3 @@ def test_fp32_that_fails_and_another_machine_are_errors(
     """The user's own code is told apart."""
     with pytest.raises(error, match=words):
         verified(tmp_path, **changed)
-
-
-def test_the_page_shows_the_curves_of_both_and_the_figures() -> None:
-    page = page_of_look(look(1.3))
-    drawn = re.findall(r'<g class="(line [a-z0-9 ]+)">', page)
-    assert drawn == [*["line fp32"] * 5, *["line policy"] * 5, "line fp32 mean", "line policy mean"]
-    assert "does not train like FP32" in page
-    assert "<td>not like FP32</td>" in page
-    assert "<svg" not in page_of_look(look(seeds=0))
-    assert "an answer needs 3 seeds (trained: 0)" in page_of_look(look(seeds=0))

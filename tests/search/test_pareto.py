@@ -70,7 +70,7 @@ def test_a_point_survives_the_file_to_four_digits(one: ParetoPoint) -> None:
 
 
 def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_newest_counts() -> None:
-    outcomes = [
+    outcomes: list[tuple[Policy, Measurement | Failure]] = [
         (STOCK, took()),
         (amp_recipe("fp16"), took(1.0)),
         (amp_recipe("bf16"), Failure(kind="oom", message="")),
