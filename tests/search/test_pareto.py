@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measurements import took
 
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.pareto import ParetoPoint, best_point, front_of, points_of, spread_along
 from amptune.search.gate.judgements import Judgements
