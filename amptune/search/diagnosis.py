@@ -38,7 +38,7 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 NUMERICS_SHARE = 0.6
 LOOP_S = 2.0
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
-FIRST_STEPS = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
+SHORT_RUN = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(FIRST_STEPS, time_limit_s=self._limit_s))
+        outcome = self.evaluator.measure(STOCK, replace(SHORT_RUN, time_limit_s=self._limit_s))
         if isinstance(outcome, Failure):  # the step has to run before anything else is examined
             findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
