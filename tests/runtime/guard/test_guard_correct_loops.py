@@ -199,8 +199,7 @@ def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
         tuned.scaler.scale(loss).backward()
     optimizer.zero_grad()
     scaled = tuned.scaler.scale(loss_of(tuned))
-    loss = bias.sum()
-    loss.backward()
+    bias.sum().backward()  # type: ignore[no-untyped-call]
     torch.optim.SGD([bias], lr=1e-3).step()
     scaled.backward()
     finish(tuned, optimizer)
