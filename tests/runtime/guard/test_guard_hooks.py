@@ -49,7 +49,6 @@ def plainly(tuned: Tuned, model: nn.Module) -> None:
 
 
 def beside_another(tuned: Tuned, _: nn.Module) -> None:
-    """As a teacher, which is evaluated under a policy of its own."""
     optimizer = sgd(nn.Linear(2, 2))
     for _step in range(10 * WATCHED_STEPS):
         optimizer.step()

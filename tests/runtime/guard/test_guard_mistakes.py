@@ -56,8 +56,7 @@ def clip_norm_too_early(tuned: Tuned, optimizer: Any) -> None:
 
 @repeated
 def clip_values_too_early(tuned: Tuned, optimizer: Any) -> None:
-    for _ in range(2):
-        tuned.scaler.scale(loss_of(tuned)).backward()
+    tuned.scaler.scale(loss_of(tuned)).backward()
     clip_grad_value_(tuned.model.parameters(), 1.0)
     tuned.scaler.unscale_(optimizer)  # the mistake
     finish(tuned, optimizer)

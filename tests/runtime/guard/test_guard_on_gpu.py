@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,9 +25,7 @@ def test_mistakes_are_found_and_correct_loops_raise_no_alarm(mistake: str | None
         for factor in (1.0, 1e6, *[1.0] * 23):
             with tuned.autocast():
                 loss: Any = tuned.model(tuned.batch(images().cuda() * factor)).float().square().mean()
-                if mistake == "backward-inside-autocast":
-                    tuned.scaler.scale(loss).backward()
-            if mistake != "backward-inside-autocast":
+            with tuned.autocast() if mistake == "backward-inside-autocast" else nullcontext():
                 tuned.scaler.scale(loss).backward()
             if mistake != "clipped-before-unscale":
                 tuned.scaler.unscale_(optimizer)
