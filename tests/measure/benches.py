@@ -47,6 +47,11 @@ def step_of(words: str, loss: Callable[..., Any] = lambda model, batch: model(ba
     def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
         half, found = len(batch) // 2, torch.zeros(())
         parts = {"backward": batch, "unscaled-backward": batch, "first": batch[:half], "second": batch[half:]}
+
+        def own_gradients() -> None:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.01)
+
         acts: dict[str, Callable[[], object]] = {
             "unscale": lambda: tuned.scaler.unscale_(optimizer),
             "clip": lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01),
@@ -54,7 +59,7 @@ def step_of(words: str, loss: Callable[..., Any] = lambda model, batch: model(ba
             "step": optimizer.step,
             "update": tuned.scaler.update,
             "zero": optimizer.zero_grad,
-            "own-gradients": lambda: [setattr(p, "grad", torch.full_like(p, 0.01)) for p in model.parameters()],
+            "own-gradients": own_gradients,
         }
         for word in words.split():
             if word in acts:
@@ -109,6 +114,8 @@ class Remembering(nn.Linear):
 
 class Growing(nn.Linear):
     """Makes a buffer, replaces one by a longer one at each step, and resizes one in place, as observers do."""
+
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__(8, 8)

@@ -35,7 +35,7 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
 
 def workload(**parts: Any) -> Workload:
     adam = lambda model: torch.optim.Adam(model.parameters(), lr=0.01)  # noqa: E731
-    given = {"model": network(), "loss": squares, "optimizer": adam, "batch_size": 8} | parts
+    given: dict[str, Any] = {"model": network(), "loss": squares, "optimizer": adam, "batch_size": 8} | parts
     return workload_of(given.pop("model"), **given)
 
 

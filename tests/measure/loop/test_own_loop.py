@@ -84,7 +84,7 @@ class Steps:
         return loss
 
 
-def workload_of(**more: object) -> Workload:
+def workload_of(**more: Any) -> Workload:
     return any_workload(lambda: nn.Linear(8, 2), **{"loss": Steps(), **more})
 
 
@@ -101,12 +101,8 @@ def test_the_time_of_a_loop_is_that_of_its_batches_and_steps(scripted: ScriptedT
     assert (timing.source, timing.steps) == ("batch", 7)  # the first that end after 50 ms
     assert timing.seconds == pytest.approx(7 * 0.008)
     assert (timing.wall_ms, timing.wait_ms, timing.step_ms) == pytest.approx((8, 3, 5))
-    assert (timing.copy_ms, timing.idle_ms, timing.host_ms, timing.busy_ms) == (
-        0,
-        pytest.approx(3),
-        timing.step_ms,
-        None,
-    )
+    assert (timing.copy_ms, timing.idle_ms) == pytest.approx((0, 3))
+    assert (timing.host_ms, timing.busy_ms) == (timing.step_ms, None)
     assert timing.samples_per_s == pytest.approx(BATCH / 0.008)
 
 
@@ -252,7 +248,10 @@ def test_samples_are_counted_along_their_axis_and_batches_without_one_as_whole()
         loss=lambda model, batch: model(batch.T).square().mean(),
     )
     assert BATCH - 2 <= timing.samples_per_s * timing.seconds / timing.steps <= BATCH
-    packed = lambda n: torch.randn(10 * n, 8)  # noqa: E731
+
+    def packed(n: int) -> torch.Tensor:
+        return torch.randn(10 * n, 8)
+
     timing = looped(batch=packed, loader=lambda n: [packed(n)])
     assert timing.samples_per_s == pytest.approx(BATCH * timing.steps / timing.seconds)
 

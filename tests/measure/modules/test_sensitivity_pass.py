@@ -22,18 +22,18 @@ from amptune.policy.settings import STOCK
 
 BOTH: tuple[Half, ...] = ("bf16", "fp16")
 Model = nn.Module | Callable[[], nn.Module]
-IDS = {"batch": lambda n: torch.randint(10, (n, 3))}
+IDS: dict[str, Any] = {"batch": lambda n: torch.randint(10, (n, 3))}
 
 
-def workload_of(model: Model, shape: tuple[int, ...] = (8,), **more: object) -> Workload:
-    usual = {
+def workload_of(model: Model, shape: tuple[int, ...] = (8,), **more: Any) -> Workload:
+    usual: dict[str, Any] = {
         "loss": lambda model, batch: model(batch).float().square().mean(),
         "optimizer": lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
     }
     return any_workload(model, shape, **usual | more)
 
 
-def sensed(model: Model, shape: tuple[int, ...] = (8,), dtypes: tuple[Half, ...] = BOTH, **more: object) -> Sensitivity:
+def sensed(model: Model, shape: tuple[int, ...] = (8,), dtypes: tuple[Half, ...] = BOTH, **more: Any) -> Sensitivity:
     return sense(Bench(workload_of(model, shape, **more), CPU), STOCK, dtypes)
 
 
@@ -385,7 +385,7 @@ def test_what_is_held_for_a_module_goes_once_it_was_looked_at() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = self.stem(x).clone()
-            hidden.register_hook(count)  # type: ignore[no-untyped-call]  # torch has not typed it
+            hidden.register_hook(count)
             out: torch.Tensor = self.rest(hidden)
             return out
 

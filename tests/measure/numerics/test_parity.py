@@ -55,8 +55,12 @@ def squares(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def workload_of(model: Callable[[], nn.Module], shape: tuple[int, ...] = (16,), **more: object) -> Workload:
-    usual = {"loss": squares, "batch_size": 16, "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05)}
+def workload_of(model: Callable[[], nn.Module], shape: tuple[int, ...] = (16,), **more: Any) -> Workload:
+    usual: dict[str, Any] = {
+        "loss": squares,
+        "batch_size": 16,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    }
     return any_workload(model, shape, **usual | more)
 
 
@@ -258,8 +262,12 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
 def test_gradients_are_compared_without_dropout_and_losses_with_it(drop: Callable[[], nn.Module]) -> None:
     """Another seed then changes nothing at all in gradients."""
     bench = Bench(workload_of(lambda: WithDropout(drop()), (4, 4)), CPU)
+
+    def seeded(_: nn.Module) -> None:
+        torch.manual_seed(1)
+
     with Training.on(bench, STOCK) as training:
-        one, other = training.gradients(1), training.gradients(1, prepare=lambda _: torch.manual_seed(1))
+        one, other = training.gradients(1), training.gradients(1, prepare=seeded)
         assert (one.sketches == other.sketches).all()
         assert training.curve([0]).losses != training.curve([0], seed=1).losses
 
@@ -344,7 +352,7 @@ class Gate(nn.Module):
         return out
 
 
-def gated(inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **more: object) -> Workload:
+def gated(inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **more: Any) -> Workload:
     def to_learn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(model(x), x[:, :4] + x[:, 4:8] * x[:, 8:12])
 
@@ -502,7 +510,7 @@ def ones(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return (model(ids).float() - 1).square().mean()  # type: ignore[no-any-return]
 
 
-IDS = {"batch": lambda n: torch.randint(20, (n, 6))}
+IDS: dict[str, Any] = {"batch": lambda n: torch.randint(20, (n, 6))}
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")  # Bench.fingerprint takes the real parts alone
@@ -524,7 +532,7 @@ IDS = {"batch": lambda n: torch.randint(20, (n, 6))}
     ids=["tied", "sparse, bf16", "sparse, fp16", "complex"],
 )
 def test_parameters_of_any_kind_are_compared_once_by_name(
-    model: Callable[[], nn.Module], parts: dict[str, object], policy: Policy, names: list[str]
+    model: Callable[[], nn.Module], parts: dict[str, Any], policy: Policy, names: list[str]
 ) -> None:
     parity = sound(workload_of(model, **parts), policy)
     assert [gradient.name for gradient in parity.gradients] == names
@@ -562,9 +570,9 @@ def constant(n: int) -> torch.Tensor:
         (16, 1, {"loss": lambda model, x: (model(x) - torch.ones(16, 4)).square().mean()}),  # taken whole alone
     ],
 )
-def test_constant_data_is_taken_in_parts_if_it_can_be(samples: int, parts: int, more: dict[str, object]) -> None:
-    workload = workload_of(perceptron, **{"batch": constant, "batch_size": samples} | more)
-    judged = looked_at(workload, BF16, seconds=ENOUGH_S)
+def test_constant_data_is_taken_in_parts_if_it_can_be(samples: int, parts: int, more: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"batch": constant, "batch_size": samples} | more
+    judged = looked_at(workload_of(perceptron, **given), BF16, seconds=ENOUGH_S)
     assert (judged.parity.failure, judged.parity.spread) == (None, "parts" if parts > 1 else "none")
     assert len(judged.reference.run.gradients.sketches) == parts
     assert all((gradient.noise > 0.1) == (parts > 1) for gradient in judged.parity.gradients)
@@ -620,7 +628,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def test_gradients_are_unscaled_and_whole_whatever_the_users_step_does(
     step: Step | None, policy: Policy, optimizer: str
 ) -> None:
-    own = {} if step is None else {"loss": None, "step": step}
+    own: dict[str, Any] = {} if step is None else {"loss": None, "step": step}
     parity = sound(workload_of(perceptron, optimizer=OPTIMIZERS[optimizer], **own), policy)
     assert is_close(parity)
     assert parity.skipped_share == 0
@@ -638,7 +646,7 @@ def test_gradients_are_those_that_the_optimizer_is_given_and_one_that_takes_no_s
 # --- loss scaling ---------------------------------------------------------------------------------------------------
 
 
-def loud(by: float, optimizer: str = "SGD", **more: object) -> Workload:
+def loud(by: float, optimizer: str = "SGD", **more: Any) -> Workload:
     """The gradient at the output, in half under autocast, is around `by` times 1/10; the steps do no harm."""
 
     def slowed(model: nn.Module) -> torch.optim.Optimizer:
@@ -647,7 +655,7 @@ def loud(by: float, optimizer: str = "SGD", **more: object) -> Workload:
         return built
 
     return workload_of(
-        **{"model": perceptron, "loss": lambda model, x: by * squares(model, x), "optimizer": slowed} | more  # type: ignore[arg-type]
+        **{"model": perceptron, "loss": lambda model, x: by * squares(model, x), "optimizer": slowed} | more
     )
 
 
@@ -667,8 +675,12 @@ def test_however_far_the_scale_comes_down_it_is_no_failure(halvings: int) -> Non
     """In 8 steps, all that fit into so little time here, a scale that was halved as often has skipped none of them."""
     policy = replace(FP16, loss_scale=LossScale(init=2.0**halvings, growth_interval=2000))
     batch = constant(8)
-    one_layer = {"model": lambda: nn.Linear(16, 4, bias=False), "batch": lambda _: batch, "batch_size": 8}
-    judged = looked_at(loud(1e5, **one_layer), policy, seconds=ENOUGH_S)  # type: ignore[arg-type]  # parts by name
+    one_layer: dict[str, Any] = {
+        "model": lambda: nn.Linear(16, 4, bias=False),
+        "batch": lambda _: batch,
+        "batch_size": 8,
+    }
+    judged = looked_at(loud(1e5, **one_layer), policy, seconds=ENOUGH_S)
     assert len(judged.reference.run.curve.losses) == 8
     assert require_sound(judged.parity).skipped_share == 0
 
@@ -805,7 +817,7 @@ def rushing(model: nn.Module) -> torch.optim.Optimizer:
     ],
 )
 def test_what_breaks_in_fp32_itself_or_in_evaluate_is_raised(
-    parts: dict[str, object], error: type[Exception], words: str
+    parts: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
         make_reference(Bench(workload_of(perceptron, **parts), CPU), STOCK, LITTLE_S)

@@ -54,7 +54,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def compiled_in(startup_s: float) -> Measurement:
-    figures = {"peak_allocated_mib": 1.0, "peak_reserved_mib": 1.0, "warmup_s": 0.0, "startup_s": startup_s}
+    figures: dict[str, Any] = {
+        "peak_allocated_mib": 1.0,
+        "peak_reserved_mib": 1.0,
+        "warmup_s": 0.0,
+        "startup_s": startup_s,
+    }
     return Measurement(samples_per_step=1, step_ms=(1.0,), losses=(1.0,), warmup_steps=1, **figures)
 
 

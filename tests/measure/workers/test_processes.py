@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import asking
-import pebble
 import psutil
 import pytest
 import torch
+from pebble.common.types import CONSTS
 
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.loop_timing import LoopTiming
@@ -61,7 +61,7 @@ def test_workers_are_forked_from_one_process_that_has_imported_torch_and_replace
 def test_one_that_does_not_end_is_not_waited_for(two: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that a driver holds; this one ignores that it is asked to end, and is not killed either."""
     monkeypatch.setattr(processes, "END_LIMIT_S", 0.5)
-    monkeypatch.setattr(pebble.common.CONSTS, "term_timeout", 10 * LIMIT_S)
+    monkeypatch.setattr(CONSTS, "term_timeout", 10 * LIMIT_S)
     two[0].call(LIMIT_S, signal.signal, signal.SIGTERM, signal.SIG_IGN)
     process = psutil.Process(two[0].call(LIMIT_S, os.getpid))  # type: ignore[arg-type]
     two[0].begin(LIMIT_S, time.sleep, LIMIT_S)

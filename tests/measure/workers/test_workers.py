@@ -119,7 +119,7 @@ def pids(evaluator: WorkerEvaluator) -> set[int]:
 def test_any_order_of_failures_trials_and_launches_is_survived(evaluator: WorkerEvaluator) -> None:
     machine = type("Worked", (Worked,), {"evaluator": evaluator, "alone": {}})
     few = settings(max_examples=5, stateful_step_count=12, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(machine, settings=few)  # type: ignore[no-untyped-call]  # hypothesis has not typed it
+    run_state_machine_as_test(machine, settings=few)
 
 
 @pytest.mark.parametrize("batch_size", MISBEHAVING)
