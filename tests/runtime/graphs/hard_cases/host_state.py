@@ -315,9 +315,7 @@ gained("context_changed", event=set_context, why=Why.DIFFERS)
 
 
 branch = Cases("branches")
-branch(
-    "by_weight", forward=lambda own, x: own.logits(x if own.head.weight.sum() > 0 else -x), why=Why.WAITS, on_cpu=None
-)
+branch("by_weight", forward=lambda own, x: own.logits(x if own.head.weight.sum() > 0 else -x), on_cpu=None)
 
 
 class ByMode(Net):

@@ -74,8 +74,10 @@ def row_of(
 def is_expected(row: Row, case: Case) -> bool:
     """Returns True if a recording did what the case tells of it."""
     why = case.why if row.get("device") != "cpu" else case.on_cpu or ""
-    verdict = (ENDED if case.ends else BY_ITSELF) if why else SAME
-    return bool(row["verdict"] == verdict and why in row["reason"])
+    verdicts = {ENDED if case.ends else BY_ITSELF} if why else {SAME}
+    if why == Why.DIFFERS and not case.ends:  # a device may be compared after it differed
+        verdicts.add(ENDED)
+    return bool(row["verdict"] in verdicts and why in row["reason"])
 
 
 # --- training ------------------------------------------------------------------------------------------------------
