@@ -33,7 +33,7 @@ STEPS, SEEDS = 2000, 5
 
 
 _GROUPS = {
-    "With --numerics": ["numerics", "steps", "seeds", "report"],
+    "With --numerics": ["numerics", "steps", "seeds"],
     "Effort": ["budget"],
 }
 
