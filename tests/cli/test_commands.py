@@ -342,7 +342,7 @@ def test_a_step_that_applies_its_gradients_twice_is_refused_by_every_command(fol
     with measuring_here(f"{folder}/steps.py:twice") as here:
         done = run(*command, "steps.py:twice", "--budget", "20s", folder=folder, evaluator=here)
     assert done.returncode == 2, done.stderr
-    assert "the optimizer steps again at" in " ".join(done.stderr.split())
+    assert "the optimizer steps again on" in " ".join(done.stderr.split())
     assert "leave one of the two steps out" in " ".join(done.stderr.split())
 
 
@@ -595,12 +595,11 @@ LONG = ("verify", "amp-bf16", "train.py:small", "--numerics", "--steps", "40", "
 
 def test_a_policy_that_trains_like_fp32_is_verified_with_its_curves(folder: Path) -> None:
     with measuring_here(f"{folder}/train.py:small") as here:
-        done = run(*LONG, "--report", "look.html", folder=folder, evaluator=here)
+        done = run(*LONG, folder=folder, evaluator=here)
         told = run(*LONG, "--json", folder=folder, evaluator=here)
     assert done.returncode == told.returncode == 0, done.stderr
     assert "trains like FP32, over 40 steps and 3 seeds" in " ".join(done.stdout.split())
     assert "the curves are in .amptune/train.py-small/curves.jsonl" in done.stdout
-    assert "<svg" in (folder / "look.html").read_text()
     answer = json.loads(told.stdout)
     assert answer["schema"] == "amptune.verify-numerics/1"
     assert (answer["holds"], answer["answer"], answer["seeds"]) == (True, "met", 3)

@@ -43,7 +43,7 @@ def policies(draw: st.DrawFn) -> Policy:
     autocast: Autocast = draw(st.sampled_from(["off", "bf16", "fp16"]))
     half = autocast == "off" and draw(st.booleans())
     compiled: CompileMode = draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"]))
-    checkpoint = tuple(draw(st.lists(words, max_size=2, unique=True)))
+    checkpoint = tuple(draw(st.lists(words, max_size=2, unique=True))) if draw(st.booleans()) else ()
     return Policy(
         autocast=autocast,
         weights="half" if half else "fp32",
