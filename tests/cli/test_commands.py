@@ -631,3 +631,8 @@ def test_what_belongs_to_the_long_look_is_refused_without_it(folder: Path) -> No
     done = run("verify", "amp-bf16", "train.py:small", "--steps", "40", folder=folder, evaluator=Machine())
     assert done.returncode == 2
     assert "--steps: is for --numerics only" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["policy", "profile", "space"])
+def test_schemas_are_printed(folder: Path, kind: str) -> None:
+    assert "$defs" in json.loads(run("schema", kind, folder=folder).stdout)
