@@ -1,7 +1,7 @@
 """The size of the package and of what holds it, in one table: several checkouts beside each other.
 
     git worktree add /tmp/before f0d2760
-    python reports/structure.py /tmp/before . > reports/structure/table.md
+    python reports/structure.py /tmp/before . > table.md
 
 Lines are all lines of `*.py`. A module is a file with statements other than its docstring. A number is one that a
 module assigns to a name at its top level. Tests are test functions, each counted once, whatever its parameters.
