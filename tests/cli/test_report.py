@@ -138,8 +138,7 @@ def test_a_page_is_written_that_stands_alone(folder: Path) -> None:
         headings = Text(page).headings
         assert headings[0].startswith("resnet50 on ")
         assert headings[1:] == [
-            "The verdict", "The policy", "What each setting buys", "Every trial", "Numerics", "How the tuning went",
-            "The largest batch", "Findings",
+            "The verdict", "The policy", "What each setting buys", "Every trial", "Numerics", "Findings",
         ]  # fmt: skip
         assert "<script src" not in page
         assert "valid_for:" in page
