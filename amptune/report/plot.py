@@ -50,13 +50,12 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bar from `start` to `end`, with its interval if it has one; `words` stand behind it."""
+    """A bar from 0 to `end`, with its interval if it has one; `words` stand behind it."""
 
     name: str
     end: float
     words: str
     kind: str = ""
-    start: float = 0.0
     between: tuple[float, float] | None = None
 
 
@@ -103,8 +102,7 @@ def bars(rows: Iterable[Bar], highest: float) -> str:
 
 
 def _bar(bar: Bar, highest: float) -> str:
-    left, right = sorted((bar.start, bar.end))
-    parts = [f'<i class="{bar.kind}" style="{_extent(left, right, highest)}"></i>']
+    parts = [f'<i class="{bar.kind}" style="{_extent(0.0, bar.end, highest)}"></i>']
     if bar.between is not None and math.isfinite(bar.between[1]):
         low, high = (min(highest, value) for value in bar.between)
         parts.append(f'<b class="whisker" style="{_extent(low, high, highest)}"></b>')

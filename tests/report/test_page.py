@@ -183,8 +183,7 @@ def test_a_study_in_which_the_baseline_failed_has_a_page_too() -> None:
 @pytest.mark.parametrize(
     ("tag", "text"),
     [
-        ("span", "memory format channels_last"),
-        ("span", "all together"),
+        ("td", "memory_format channels_last"),
         ("td", "body.7.attention.qkv"),
         ("td", "the gradient of weight is off by 4%"),
         ("h3", "Losses of the first steps"),
