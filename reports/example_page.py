@@ -4,7 +4,7 @@
     python reports/example_page.py --check   # exits with 1 if that page is not what would be written
 
 The tuning is `h200/resnet50.json`: its trials, and the rounds of its comparison, each in processes of their own. It was
-made before studies kept their timeline and the numerics gate its figures, and the page says that these are missing.
+made before studies kept the numerics gate's figures, and the page says that these are missing.
 """
 
 from __future__ import annotations

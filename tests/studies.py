@@ -10,7 +10,6 @@ from typing import Any
 
 from measurements import took
 
-from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity
 from amptune.measure.results.outcome import Failure, FailureKind, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy, Reason, amp_recipe
@@ -19,8 +18,7 @@ from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["BF16", "FP16", "LAST", "OOM", "OUTCOMES", "SMALL", "TUNING", "compared", "modules", "record", "rich",
-           "thousands"]  # fmt: skip
+__all__ = ["BF16", "FP16", "LAST", "OOM", "OUTCOMES", "SMALL", "TUNING", "compared", "record", "rich", "thousands"]
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 LAST = amp_recipe("bf16", memory_format="channels_last")
@@ -70,7 +68,7 @@ def compared(policies: Sequence[Policy] = (STOCK, BF16, LAST), rounds: int = 3) 
 
 
 def rich() -> StudyRecord:
-    """A study with all that one may keep: timeline, findings, disturbed blocks, versions, figures of the gate."""
+    """A study with all that a page shows: findings, disturbed blocks, versions, figures of the gate."""
     worst = Finding(
         code="gradient-error",
         message="the gradient of weight is off by 4%",
@@ -104,21 +102,8 @@ def rich() -> StudyRecord:
         Finding(code="own-load", message="the GPU ran at its power cap in 3 of 9 measurements; so will training"),
     )
     return record(
-        tunings=(tuning,), trials=trials, judged=(record().judged[0], *judged), rows=tuple(rows), findings=findings,
-        timeline=tuple(_timeline()),
-    )  # fmt: skip
-
-
-def _timeline() -> Iterator[dict[str, Any]]:
-    at_s = 0.5
-    steps = [("build", "train.py:small", 6.0), ("compile", "bf16, compile default", 0.0)]
-    steps += [("trial", str(policy), 1.4) for policy in OUTCOMES]
-    steps += [("numerics", "bf16", 9.0), ("trial", "bf16, compile default", 2.0), ("modules", "12 modules", 3.0)]
-    steps += [("wait", "for a graph", 4.0), ("comparison", "4 policies in fresh processes", 20.0)]
-    for stage, what, took_s in steps:
-        told = {"at_s": at_s, "seconds": took_s, "stage": stage, "what": what}
-        yield told | {"expected_s": took_s, "worth": 0.1, "instead_of": None}
-        at_s += took_s + 0.1
+        tunings=(tuning,), trials=trials, judged=(record().judged[0], *judged), rows=tuple(rows), findings=findings
+    )
 
 
 def thousands(number_of_trials: int = 3000) -> StudyRecord:
@@ -141,28 +126,6 @@ def _policies() -> Iterator[Policy]:
 
 HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
 _LAYOUTS = ("contiguous", "channels_last")
-
-
-def modules(count: int) -> dict[str, Sensitivity]:
-    """The times of so many modules, in blocks of six."""
-    names = ("norm", "attention.qkv", "attention.proj", "mlp.0", "mlp.act", "mlp.2")
-    timed = tuple(
-        ModuleSensitivity(
-            path=f"body.{i // 6}.{names[i % 6]}",
-            calls=1,
-            fp32_ms=0.5 + 0.1 * (i % 6),
-            half_ms={"bf16": 0.3 + 0.12 * (i % 6), "fp16": 0.8 - 0.1 * (i % 6)},
-            stream="half",
-            input_bytes=1,
-            output_bytes=1,
-        )
-        for i in range(count)
-    )
-    return {
-        "stock PyTorch, bf16 fp16": Sensitivity(
-            modules=timed, left_out={}, cast_ms_per_byte=1e-9, step_ms=10.0, seconds=1.0
-        )
-    }
 
 
 def _trial(number: int, policy: Policy, outcome: Outcome) -> Trial:

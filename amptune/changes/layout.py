@@ -13,7 +13,7 @@ from amptune.changes.tensor_tree import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["convert_batch", "convert_model", "convertible", "is_in_another_format"]
+__all__ = ["convert_batch", "convert_model", "convertible"]
 
 _TORCH_FORMAT = {
     "contiguous": torch.contiguous_format,
@@ -36,16 +36,6 @@ def convertible(tensor: torch.Tensor, memory_format: str) -> bool:
         and tensor.layout is torch.strided
         and all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
-
-
-def is_in_another_format(tensor: torch.Tensor, memory_format: str) -> bool:
-    """Returns True if a `convertible` tensor has another format; a crop of a contiguous image counts as contiguous."""
-    if memory_format != "contiguous":
-        return not tensor.is_contiguous(memory_format=_TORCH_FORMAT[memory_format])
-    others = [
-        _TORCH_FORMAT[name] for name in ("channels_last", "channels_last_3d") if tensor.dim() in _DIMENSIONS[name]
-    ]
-    return not tensor.is_contiguous() and any(tensor.is_contiguous(memory_format=other) for other in others)
 
 
 def convert_batch(batch: Any, memory_format: str) -> Any:

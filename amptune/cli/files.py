@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 
-from amptune.cli.options import FILE, json_option, objective_options, print_json
+from amptune.cli.options import FILE, json_option, print_json
 from amptune.policy.findings import Finding
 
 __all__ = ["check_command", "check_file", "explain_command", "schema_command"]
@@ -36,26 +35,15 @@ def check_command(files: tuple[str, ...], any_hardware: bool, as_json: bool) -> 
 
 @click.command("explain", short_help="Say in words what a policy sets, and why.")
 @click.argument("file", type=FILE)
-@objective_options(None, "Say which policy on record would be taken for this objective, and what that costs.")
 @json_option
-def explain_command(file: str, objective: str | None, least_speed: float | None, as_json: bool) -> None:
-    """Say in words what each setting of a policy does and why it is there.
-
-    With --objective: which of the policies in its evidence that no other beats would be taken for that.
-    """
+def explain_command(file: str, as_json: bool) -> None:
+    """Say in words what each setting of a policy does and why it is there."""
     from amptune.policy.file_io import load
-    from amptune.report.explanation import explain, explain_for
-    from amptune.search.table.objective import objective_of
+    from amptune.report.explanation import explain
 
-    data: dict[str, Any] = {"file": file}
-    if objective is None and least_speed is None:
-        sentences = explain(load(file))
-    else:
-        name = objective or "throughput"
-        chosen, sentences = explain_for(load(file), objective_of(name, least_speed))
-        data |= {"objective": name, "chosen": chosen and chosen.as_dict()}
+    sentences = explain(load(file))
     if as_json:
-        print_json("amptune.explain/1", {**data, "sentences": list(sentences), "findings": []})
+        print_json("amptune.explain/1", {"file": file, "sentences": list(sentences), "findings": []})
     else:
         click.echo("\n".join(sentences))
 

@@ -41,13 +41,13 @@ def report_command(
     from amptune.errors import StudyError
     from amptune.policy.file_io import require_writable
     from amptune.report.page import page_of, page_without_answer
-    from amptune.report.study_files import files_of
     from amptune.report.terminal import print_study_report
     from amptune.search.decide.study_report import findings_of
+    from amptune.search.sampler.storage import recall
 
     if output is not None:
         require_writable(output)
-    where, record = _recalled(study, name)
+    record = recall(_place(study), name)
     try:
         study_report = _study_report(record, objective, least_speed)
     except StudyError as error:
@@ -60,8 +60,7 @@ def report_command(
             print_json("amptune.report/1", {"output": output, "study": record.name, "findings": [finding.as_dict()]})
         return
     if output is not None:
-        files = files_of(where if isinstance(where, Path) else Path(record.last.folder))
-        write_page(page_of(study_report, findings_of(study_report), files), output)
+        write_page(page_of(study_report, findings_of(study_report)), output)
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
@@ -78,14 +77,6 @@ def write_page(page: str, output: str) -> None:
         Path(output).write_text(page, encoding="utf-8")
     except OSError as error:
         raise OutputError(f"the report cannot be written to {output}: {error}") from error
-
-
-def _recalled(study: str, name: str | None = None) -> tuple[Path | str, StudyRecord]:
-    """Returns the place of the trials, and what is there."""
-    from amptune.search.sampler.storage import recall
-
-    where = _place(study)
-    return where, recall(where, name)
 
 
 def _study_report(record: StudyRecord, objective: str | None, least_speed: float | None) -> StudyReport:

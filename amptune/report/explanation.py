@@ -12,18 +12,12 @@ from amptune.policy.knobs.knob import Knob
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line, policy_from_dict
 from amptune.policy.settings import KNOBS, Policy
-from amptune.search.decide.pareto import ParetoPoint, best_point
-from amptune.search.table.gains import FIGURES, aim_of, goal_of
+from amptune.search.table.gains import FIGURES, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import CONFIRMED, LIKELY, chance_in_words
 
-__all__ = ["explain", "explain_for", "machine_in_words"]
+__all__ = ["explain", "machine_in_words"]
 
-_FIGURES = (
-    ("samples_per_s", "Throughput", "samples/s"),
-    ("peak_memory_mib", "Peak memory", "MiB"),
-    ("energy_j_per_sample", "Energy", "J per sample"),
-)
 # Of the reasons why policies lost, the most that are told.
 MOST_REASONS = 6
 _SURE = {"confirmed": CONFIRMED, "likely": LIKELY}
@@ -35,7 +29,7 @@ def explain(policy_file: PolicyFile) -> tuple[str, ...]:
     Raises `ClaimError` if the evidence is malformed.
     """
     policy, evidence = policy_file.policy, policy_file.evidence
-    with _readable("evidence"):
+    with _readable():
         settings = [sentence for knob in KNOBS for sentence in knob.explained(policy)]
         return (
             *settings,
@@ -46,75 +40,13 @@ def explain(policy_file: PolicyFile) -> tuple[str, ...]:
         )
 
 
-def explain_for(policy_file: PolicyFile, objective: Objective) -> tuple[ParetoPoint | None, tuple[str, ...]]:
-    """Returns the best policy on record for an objective, and sentences on what that policy costs.
-
-    The policy is None if no policy on record is fast enough. Raises `ClaimError` if the file lacks the figures.
-    """
-    evidence: Any = policy_file.evidence
-    with _readable("evidence"):
-        points, baseline = _points(evidence), _baseline_of(evidence)
-        if not points or "samples_per_s" not in baseline:
-            raise ClaimError(
-                "this file does not say what else was found: it has no evidence.pareto; `amptune tune` writes one, and "
-                "`amptune report` answers from the study"
-            )
-        if objective.name == "energy" and all(point.energy_j_per_sample is None for point in points):
-            raise ClaimError("this file does not say what energy was used: the machine it was tuned on reported none")
-        chosen = best_point(points, objective, baseline["samples_per_s"])
-        asked = (
-            f"For {objective.name}, {aim_of(objective)}, of the {len(points)} policies on record that no other beats"
-        )
-        if chosen is None:
-            return None, (f"{asked}: none is fast enough.",)
-        return chosen, (f"{asked}: {chosen.policy}.", *_costs(chosen, policy_file))
-
-
-def _baseline_of(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the baseline's figures from its trial, as the points are trials too; comparisons give other figures."""
-    baseline: Mapping[str, Any] = evidence.get("baseline", {})
-    trial: Mapping[str, Any] = baseline.get("trial", baseline)
-    return trial
-
-
-def _points(evidence: Mapping[str, Any]) -> list[ParetoPoint]:
-    with _readable("evidence.pareto"):
-        return [ParetoPoint.from_dict(data) for data in evidence.get("pareto", ())]
-
-
 @contextmanager
-def _readable(what: str) -> Iterator[None]:
+def _readable() -> Iterator[None]:
     """Turns errors from hand-edited figures (a word for a number, a 0, a missing figure) into `ClaimError`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, ObjectiveError, TypeError, ValueError) as error:
-        raise ClaimError(f"{what} is not what `amptune tune` writes: {in_one_line(error)}") from error
-
-
-def _costs(chosen: ParetoPoint, policy_file: PolicyFile) -> Iterator[str]:
-    """Yields the figures of a point, compared with the baseline's and with those of the file's policy."""
-    evidence: Any = policy_file.evidence
-    own_point = next((point for point in _points(evidence) if _same(point.policy, policy_file.policy)), None)
-    of_file = evidence if own_point is None else own_point.figures
-    for name, what, unit in _FIGURES:
-        value, before = getattr(chosen, name), _baseline_of(evidence).get(name)
-        if value is not None:
-            times = f", {value / before:.2f} times the baseline's" if before else ""
-            yield f"{what}: {_plain(value)} {unit}{times}."
-    if _same(chosen.policy, policy_file.policy):
-        yield "That is the policy of this file."
-        return
-    for name, what, _ in _FIGURES:
-        value, own = getattr(chosen, name), of_file.get(name)
-        if value is not None and own:
-            yield f"Its {what.lower()} is {value / own:.2f} times that of the policy in this file."
-    gate = "passed the numerics gate" if chosen.judged else "was not judged by the numerics gate"
-    yield f"It {gate}, and rests on a single trial: `amptune tune --objective …` with the same study proves it."
-
-
-def _plain(value: float) -> str:
-    """Formats with four digits, and large values without an exponent."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        raise ClaimError(f"evidence is not what `amptune tune` writes: {in_one_line(error)}") from error
 
 
 def _same(measured: Policy, written: Policy) -> bool:

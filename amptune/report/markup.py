@@ -20,7 +20,6 @@ __all__ = [
     "note",
     "number",
     "prose",
-    "seconds",
     "section",
     "table",
     "times",
@@ -130,10 +129,6 @@ def memory(mib: float | None) -> str:
     if mib is None:
         return ""
     return f"{mib:,.0f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"
-
-
-def seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 10 else f"{value:.0f} s" if value < 180 else f"{value / 60:.0f} min"
 
 
 def times(ratio: Ratio | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from statistics import fmean
 
 from amptune.measure.numerics.long_comparison import smoothed
@@ -11,7 +10,6 @@ from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
 from amptune.report.markup import key, note, section, table
 from amptune.report.plot import Bar, ChartLine, bars, lines
-from amptune.report.study_files import LongCurve
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import GateRecord
 
@@ -23,8 +21,8 @@ MOST_SHOWN = 8
 MOST_USED = 1.5
 
 
-def numerics_of(study_report: StudyReport, curves: Sequence[LongCurve]) -> str:
-    return section("numerics", "Numerics", *_parts(study_report), *_losses(study_report, curves))
+def numerics_of(study_report: StudyReport) -> str:
+    return section("numerics", "Numerics", *_parts(study_report), *_losses(study_report))
 
 
 def _parts(study_report: StudyReport) -> Iterator[str]:
@@ -66,17 +64,11 @@ def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
     )
 
 
-def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[str]:
-    """Yields loss curves: of a long training of this policy, else of its judgement, else of the first steps."""
+def _losses(study_report: StudyReport) -> Iterator[str]:
+    """Yields loss curves: of the policy's judgement, else of the first steps."""
     if study_report.keeps_the_baseline:
         return
     policy = study_report.policy
-    names = {str(policy), str(replace(policy, batch_size=study_report.record.last.batch_size))}
-    fp32 = [curve.losses for curve in curves if curve.run == "fp32"]
-    own = [curve.losses for curve in curves if curve.run == "policy" and curve.policy in names]
-    if fp32 and own:
-        yield from _drawn("Losses", fp32, fp32, own, "FP32, one run a seed: their range is the band", _LONG)
-        return
     judged = study_report.record.judgements.known(policy)
     if judged is not None and judged.losses_fp32:
         runs = judged.losses_fp32
@@ -87,14 +79,13 @@ def _losses(study_report: StudyReport, curves: Sequence[LongCurve]) -> Iterator[
         yield from _drawn("Losses of the first steps", fp32, fp32, own, "the baseline, its range is the band", _SHORT)
 
 
-_LONG = "From `amptune verify --numerics`: a seed has its own weights and data, the same in FP32 and under the policy."
 _GATE = (
     "From the same weights, by the numerics gate; replicas of FP32 take the batches in another order. `amptune verify "
     "policy.yaml TARGET --numerics` trains for longer, with several seeds."
 )
 _SHORT = (
-    "From the same weights and on the same batches. The study has no longer curves: `amptune verify policy.yaml TARGET "
-    "--numerics` trains and draws them, with several seeds."
+    "From the same weights and on the same batches. `amptune verify policy.yaml TARGET --numerics` trains for longer, "
+    "with several seeds."
 )
 
 

@@ -9,14 +9,12 @@ from html import escape
 from amptune.policy.file_io import dumps
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
-from amptune.report.course_section import course_of
 from amptune.report.findings_section import findings_section_of, repeated
 from amptune.report.markup import code, interval, memory, note, number, section, times, whole_page
 from amptune.report.numerics_section import numerics_of
 from amptune.report.plot import BEYOND, Bar, bars
 from amptune.report.settings_section import settings_of
-from amptune.report.study_files import StudyFiles
-from amptune.report.trials_section import batch_of, trials_of, trials_without_answer
+from amptune.report.trials_section import trials_of, trials_without_answer
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.contenders import Contender
@@ -27,14 +25,13 @@ __all__ = ["page_of", "page_without_answer"]
 
 _USE = """tuned = amptune.apply("policy.yaml", model)
 optimizer = tuned.optimizer(optimizer)"""
-_NONE = StudyFiles()
 # A longer interval is cut where it is so many times as long as the longest bar.
 MOST_OF_INTERVAL = 2.5
 _NOT_MEASURED = "Not measured: without the baseline there is nothing to compare with."
 
 
-def page_of(study_report: StudyReport, findings: Sequence[Finding], files: StudyFiles = _NONE) -> str:
-    """Returns the page. All text is escaped. `files` is what stands beside the trials."""
+def page_of(study_report: StudyReport, findings: Sequence[Finding]) -> str:
+    """Returns the page. All text is escaped."""
     record = study_report.record
     return whole_page(
         _title(record),
@@ -42,11 +39,9 @@ def page_of(study_report: StudyReport, findings: Sequence[Finding], files: Study
             _heading(record, study_report.objective.name),
             _verdict(study_report),
             _policy(study_report),
-            settings_of(study_report, files.modules),
+            settings_of(study_report),
             trials_of(study_report),
-            numerics_of(study_report, files.curves),
-            course_of(record, study_report),
-            batch_of(study_report),
+            numerics_of(study_report),
             findings_section_of(study_report, findings),
         ],
     )
@@ -61,8 +56,6 @@ def page_without_answer(record: StudyRecord, why: str) -> str:
         note("Mend what fails below, or name another --baseline or a smaller --batch-size; then run again:"),
         code(command),
     ]
-    names = (("settings", "What each setting buys"), ("numerics", "Numerics"), ("batch", "The largest batch"))
-    missing = {name: section(name, heading, note(_NOT_MEASURED)) for name, heading in names}
     findings = section("findings", "Findings", "<p>" + escape(why) + "</p>", *repeated(record, command))
     return whole_page(
         _title(record),
@@ -70,11 +63,9 @@ def page_without_answer(record: StudyRecord, why: str) -> str:
             _heading(record, record.last.objective.name),
             section("verdict", "The verdict", *verdict, kind="failed"),
             section("policy", "The policy", note("There is none: keep what you have.")),
-            missing["settings"],
+            section("settings", "What each setting buys", note(_NOT_MEASURED)),
             trials_without_answer(record),
-            missing["numerics"],
-            course_of(record, None),
-            missing["batch"],
+            section("numerics", "Numerics", note(_NOT_MEASURED)),
             findings,
         ],
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-__all__ = ["BEYOND", "Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lane", "lines", "scatter"]
+__all__ = ["BEYOND", "Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lines", "scatter"]
 
 Kind = Literal["trial", "front", "rejected", "recipe", "baseline", "winner"]
 
@@ -50,30 +50,27 @@ class ChartLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bar from `start` to `end`, with its interval if it has one; `words` stand behind it."""
+    """A bar from 0 to `end`, with its interval if it has one; `words` stand behind it."""
 
     name: str
     end: float
     words: str
     kind: str = ""
-    start: float = 0.0
     between: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An axis from `low` to `high`, drawn from `start` to `end`, with round numbers for ticks."""
+    """An axis from `low` to `high`, drawn from 0 to 100 %, with round numbers for ticks."""
 
     label: str
     low: float
     high: float
-    start: float
-    end: float
     step: float
 
     def place(self, value: float) -> float:
-        """Returns a value's position, in the unit of `start` and `end`."""
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
+        """Returns a value's position in per cent."""
+        return (value - self.low) / (self.high - self.low) * 100.0
 
     @property
     def ticks(self) -> list[float]:
@@ -89,14 +86,14 @@ class Axis:
 
 
 def axis_for(label: str, values: Sequence[float]) -> Axis:
-    """Returns an axis in per cent with a margin around the values, which does not extend below 0 if no value does."""
+    """Returns an axis with a margin around the values, which does not extend below 0 if no value does."""
     low, high = min(values), max(values)
     room = MARGIN * (high - low) or 0.1 * abs(high) or 1.0
     low, high = max(min(0.0, low), low - room), high + room
     step = _round_step((high - low) / TICKS)
     counts = high - low >= 2 and all(float(value).is_integer() for value in values)
     step = max(1.0, step) if counts else step
-    return Axis(label=label, low=low, high=high, start=0.0, end=100.0, step=step)
+    return Axis(label=label, low=low, high=high, step=step)
 
 
 def bars(rows: Iterable[Bar], highest: float) -> str:
@@ -105,18 +102,14 @@ def bars(rows: Iterable[Bar], highest: float) -> str:
 
 
 def _bar(bar: Bar, highest: float) -> str:
-    left, right = sorted((bar.start, bar.end))
-    parts = [f'<i class="{bar.kind}" style="{_extent(left, right, highest)}"></i>']
+    parts = [f'<i class="{bar.kind}" style="{_extent(0.0, bar.end, highest)}"></i>']
     if bar.between is not None and math.isfinite(bar.between[1]):
         low, high = (min(highest, value) for value in bar.between)
         parts.append(f'<b class="whisker" style="{_extent(low, high, highest)}"></b>')
-    return lane(bar.name, "".join(parts), bar.words)
-
-
-def lane(name: str, drawn: str, words: str) -> str:
-    """Returns a row: a name, what is `drawn` on a track (HTML), and the words behind it."""
-    track = f'<span class="track">{drawn}</span>'
-    return f'<div class="bar"><span>{escape(name)}</span>{track}<span class="figure">{escape(words)}</span></div>'
+    track = f'<span class="track">{"".join(parts)}</span>'
+    return (
+        f'<div class="bar"><span>{escape(bar.name)}</span>{track}<span class="figure">{escape(bar.words)}</span></div>'
+    )
 
 
 def _extent(low: float, high: float, highest: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from amptune.report.text_table import TextRow, TextTable
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from amptune.search.decide.decision import Decision
     from amptune.search.decide.study_report import StudyReport
     from amptune.search.gate.long_look import LongLook
+    from amptune.search.table.ablation import Ablated
     from amptune.search.table.contenders import Contender
+    from amptune.search.table.objective import Objective
     from amptune.search.verification import Verification
 
 __all__ = ["ablation_table", "claim_table", "comparison_table", "curves_table", "pareto_table"]
@@ -88,11 +90,11 @@ def _figures(contender: Contender, *, energy: bool, used: bool) -> tuple[str, ..
     )
 
 
-def ablation_table(decision: Decision) -> TextTable:
+def ablation_table(parts: Iterable[Ablated], objective: Objective) -> TextTable:
     """Returns each setting's effect on speed; for memory or energy, on the use of it, with the speed beside it."""
-    plain = decision.objective.name == "throughput"
+    plain = objective.name == "throughput"
     rows = []
-    for one in decision.ablation:
+    for one in parts:
         value = "" if isinstance(one.variant.value, list) else str(one.variant.value)
         buys = one.buys if plain else one.buys.inverse
         interval = "" if math.isinf(one.buys.high) else f"{buys.low:.3f}-{buys.high:.3f}"
@@ -101,7 +103,7 @@ def ablation_table(decision: Decision) -> TextTable:
     return TextTable(
         title="what each setting buys",
         name="setting",
-        headings=(f"{FIGURES[decision.objective.name]} with it / without", "95 %", *(() if plain else ("speed",))),
+        headings=(f"{FIGURES[objective.name]} with it / without", "95 %", *(() if plain else ("speed",))),
         rows=tuple(rows),
     )
 

@@ -54,7 +54,7 @@ def print_decision(
         page.table(comparison_table(decision))
         page.line()
         if decision.ablation:
-            page.table(ablation_table(decision))
+            page.table(ablation_table(decision.ablation, decision.objective))
             page.line()
     stream.flush()  # what follows may go elsewhere
 

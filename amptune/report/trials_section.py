@@ -1,4 +1,4 @@
-"""The page's sections on trials and on the largest batch: speed against memory, comparisons, failures. Pure."""
+"""The page's section on trials: speed against memory, comparisons, failures. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from amptune.search.table.gains import FIGURES
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 
-__all__ = ["batch_of", "trials_of", "trials_without_answer"]
+__all__ = ["trials_of", "trials_without_answer"]
 
 _GIB = 1024
 _LABELS: dict[Kind, str] = {"winner": "answer", "baseline": "baseline", "recipe": "AMP recipe"}
@@ -198,53 +198,3 @@ def _trial(trial: Trial, numerics: str, *, energy: bool) -> list[str]:
     joules = [number(outcome.energy_j_per_sample)] if energy else []
     figures = (outcome.samples_per_s, outcome.mean_ms, outcome.peak_allocated_mib)
     return [*head, *map(number, figures), *joules, numerics]
-
-
-def batch_of(study_report: StudyReport) -> str:
-    return section("batch", "The largest batch", *_batch(study_report))
-
-
-def _batch(study_report: StudyReport) -> Iterator[str]:
-    """Yields what is known of memory against the batch size, and what the memory that the policy saves is worth."""
-    last, own = study_report.record.last, study_report.record.last.batch_size
-    winner, baseline = study_report.verdict.winner, study_report.baseline
-    saved = None not in (winner.peak_memory_mib, baseline.peak_memory_mib) and not study_report.keeps_the_baseline
-    size = winner.policy.batch_size or own
-    if saved and size == own and winner.peak_memory_mib < baseline.peak_memory_mib:  # type: ignore[operator]
-        share = baseline.peak_memory_mib / winner.peak_memory_mib  # type: ignore[operator]
-        yield note(
-            f"The policy takes {memory(winner.peak_memory_mib)} for a batch of {own} where the baseline takes "
-            f"{memory(baseline.peak_memory_mib)}: in that memory it has room for at least {int(own * share)}.", "",
-        )  # fmt: skip
-    elif saved and size == own:
-        yield note(f"The policy takes no less memory than the baseline: {memory(winner.peak_memory_mib)}.", "")
-    if last.memory_mib is not None and winner.peak_memory_mib:
-        fits = int(size * last.memory_mib / winner.peak_memory_mib)
-        yield note(
-            f"A batch of {size} takes {memory(winner.peak_memory_mib)} of {memory(last.memory_mib)} that were free: "
-            f"at least {fits} should fit, as weights do not grow with the batch."
-        )
-    sizes = {trial.policy.batch_size or own for trial in study_report.record.trials}
-    found = [one.message for one in study_report.record.findings if one.code == "largest-batch"]
-    yield from map(note, found)
-    if len(sizes) > 1:
-        yield _by_size(study_report, own)
-    else:
-        yield note(
-            f"Only batches of {own} were measured. --batch-size auto finds the largest that fits, by running it."
-        )
-
-
-def _by_size(study_report: StudyReport, own: int) -> str:
-    """Returns a chart of peak memory over batch size."""
-    marks = [
-        ChartMark(
-            x=trial.policy.batch_size or own,
-            y=trial.outcome.peak_allocated_mib,
-            kind=kind_of(study_report, trial.policy),
-            title=f"{trial.policy}: {memory(trial.outcome.peak_allocated_mib)}",
-        )
-        for trial in study_report.record.trials
-        if isinstance(trial.outcome, Measurement)
-    ]
-    return scatter(marks, "batch size", "peak memory, MiB")

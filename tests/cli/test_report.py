@@ -61,16 +61,12 @@ class Text(HTMLParser):
 
 
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
-def test_a_study_and_its_file_answer_for_an_objective_without_measuring(folder: Path, objective: str) -> None:
+def test_a_study_answers_for_an_objective_without_measuring(folder: Path, objective: str) -> None:
     done = run("report", ".amptune/train.py-small", "--objective", objective, folder=folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].endswith(f", for {objective}")
     assert "what no policy beats in everything" in done.stdout
     assert f"--objective {objective} --study" in done.stdout.replace("\n", " ")
-    explained = run("explain", "policy.yaml", "--objective", objective, folder=folder)
-    assert explained.stdout.startswith(f"For {objective}, ")
-    as_json = run("explain", "policy.yaml", "--objective", objective, "--json", folder=folder)
-    assert json.loads(as_json.stdout)["chosen"]["samples_per_s"] > 0
     unknown = run("report", "train.py:small", "--name", "mine", folder=folder)
     assert (unknown.returncode, "holds no study 'mine', but resnet50-" in unknown.stderr) == (2, True)
 
@@ -138,8 +134,7 @@ def test_a_page_is_written_that_stands_alone(folder: Path) -> None:
         headings = Text(page).headings
         assert headings[0].startswith("resnet50 on ")
         assert headings[1:] == [
-            "The verdict", "The policy", "What each setting buys", "Every trial", "Numerics", "How the tuning went",
-            "The largest batch", "Findings",
+            "The verdict", "The policy", "What each setting buys", "Every trial", "Numerics", "Findings",
         ]  # fmt: skip
         assert "<script src" not in page
         assert "valid_for:" in page

@@ -83,7 +83,6 @@ MISTAKES: Sequence[Sequence[str]] = (
     ("check", "bad-profile.yaml"),
     ("check", "bad-space.yaml"),
     ("explain", "train.py"),
-    ("explain", "stock.yaml", "--objective", "memory"),
     ("report", "nowhere"),
     ("report", "sqlite:///nowhere.db"),
     ("report", "empty"),
@@ -158,7 +157,6 @@ def answers() -> str:
         lines: list[tuple[str, ...]] = []
         for path in (str(policy.relative_to(folder)) for policy in policies):
             lines += [("check", path), ("explain", path)]
-        lines += [("explain", "files/policies/memory.yaml", "--objective", what) for what in ("memory", "throughput")]
         lines += [("check", "files/profile.yaml"), ("check", "files/space.yaml")]
         labels = ("nvidia.com/gpu.product=NVIDIA-H200", "nvidia.com/gpu.compute.major=8", "site.rack=b7")
         lines += [("profile", "resolve", "files/profile.yaml", "--label", label) for label in labels]
@@ -178,7 +176,6 @@ def shapes() -> str:
             ("tune", TARGET, "--study", study, "--budget", "300s", "-o", policy),
             ("report", study),
             ("explain", policy),
-            ("explain", policy, "--objective", "memory"),
             ("diagnose", TARGET),
             ("check", policy),
             ("check", "files/profile.yaml"),

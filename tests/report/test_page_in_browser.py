@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studies import compared, modules, record, rich, thousands
+from studies import compared, record, rich, thousands
 
 from amptune.report.page import page_of, page_without_answer
-from amptune.report.study_files import StudyFiles
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.objective import THROUGHPUT
@@ -53,21 +52,20 @@ def seen(page: str, folder: Path, width: int, *, dark: bool, scripts: bool = Tru
     return {**json.loads(html.unescape(found)), "console": console}
 
 
-def of(study: StudyRecord, files: StudyFiles = StudyFiles()) -> str:  # noqa: B008  # a frozen value
+def of(study: StudyRecord) -> str:
     found: StudyReport = study_report_of(replace(study, rows=(*study.rows, *compared())), THROUGHPUT)
-    return page_of(found, findings_of(found), files)
+    return page_of(found, findings_of(found))
 
 
 PAGES: dict[str, Callable[[], str]] = {
-    "all that a study may keep": lambda: of(rich(), StudyFiles(modules=modules(12))),
-    "5,000 modules, interrupted": lambda: of(replace(rich(), timeline=()), StudyFiles(modules=modules(5000))),
+    "all that a study may keep": lambda: of(rich()),
     "3 trials": lambda: of(record(trials=record().trials[:3], judged=())),
     "the baseline alone": lambda: of(record(trials=record().trials[:1], judged=())),
     "everything failed": lambda: page_without_answer(record(trials=record().trials[-1:]), "the baseline failed"),
     "500 trials": lambda: of(thousands(500)),
     "the example in the docs": lambda: EXAMPLE.read_text(encoding="utf-8"),
 }
-SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "course", "batch", "findings"]
+SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "findings"]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -88,7 +86,7 @@ def test_the_page_can_be_read(tmp_path: Path, name: str, width: int, dark: bool)
 
 
 def test_the_page_is_whole_without_scripts_and_sorts_with_them(tmp_path: Path) -> None:
-    page = of(rich(), StudyFiles(modules=modules(12)))
+    page = of(rich())
     without, with_scripts = (seen(page, tmp_path, 1280, dark=False, scripts=scripts) for scripts in (False, True))
     assert without["sections"] == SECTIONS
     assert without["words"] == with_scripts["words"]

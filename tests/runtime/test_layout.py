@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amptune.changes.layout import convert_batch, convert_model, is_in_another_format
+from amptune.changes.layout import convert_batch, convert_model
 from amptune.policy.settings import MemoryFormat
 
 
@@ -25,21 +25,6 @@ class Net(nn.Module):
 
 def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tensor.stride() for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
-def test_what_was_converted_is_in_no_other_format(memory_format: MemoryFormat) -> None:
-    for tensor in (torch.randn(2, 3, 5, 5), torch.randn(2, 5, 5, 3).permute(0, 3, 1, 2), torch.randn(2, 1, 5, 5)):
-        assert not is_in_another_format(convert_batch(tensor, memory_format), memory_format)
-
-
-def test_another_format_is_told_from_a_crop() -> None:
-    image, last = torch.randn(2, 3, 5, 5), torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
-    volume = torch.randn(2, 3, 5, 5, 5).to(memory_format=torch.channels_last_3d)
-    assert is_in_another_format(image, "channels_last")
-    assert is_in_another_format(last, "contiguous")
-    assert is_in_another_format(volume, "contiguous")
-    assert not is_in_another_format(image[..., 1:4, 1:4], "contiguous")
 
 
 SHAPES = [(4,), (3, 4), (8, 3, 3, 3), (1, 8, 1, 1), (8, 1, 1, 1), (2, 1, 4, 5), (8, 3, 3, 3, 3), (0, 3, 2, 2)]
@@ -66,7 +51,6 @@ def test_tensors_get_the_format_of_their_dimensions_in_place_and_their_own_strid
         assert torch.equal(one, values[name])
         if one.dim() == {"channels_last": 4, "channels_last_3d": 5}.get(memory_format):
             assert one.is_contiguous(memory_format=getattr(torch, memory_format))
-            assert not is_in_another_format(one, memory_format)
             assert one.stride() == torch.empty(one.shape, memory_format=getattr(torch, memory_format)).stride()
         elif memory_format != "contiguous":
             assert one.stride() == before[name]

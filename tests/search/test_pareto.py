@@ -9,11 +9,10 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.pareto import ParetoPoint, best_point, front_of, points_of, spread_along
+from amptune.search.decide.pareto import ParetoPoint, front_of, points_of, spread_along
 from amptune.search.gate.judgements import Judgements
 from amptune.search.sampler.records import GateRecord
 from amptune.search.table.effects import GPU
-from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import verdict_of
 
@@ -61,14 +60,6 @@ def test_the_points_kept_are_spread_along_the_set() -> None:
     assert [one.policy.batch_size for one in spread_along(front, 5)] == [1, 9, 17, 25, 33]
 
 
-@given(points)
-def test_a_point_survives_the_file_to_four_digits(one: ParetoPoint) -> None:
-    read = ParetoPoint.from_dict(one.as_dict())
-    assert (read.policy, read.judged) == (one.policy, one.judged)
-    assert (read.energy_j_per_sample is None) == (one.energy_j_per_sample is None)
-    assert read.figures == pytest.approx({name: getattr(one, name) for name in read.figures}, rel=1e-3)
-
-
 def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_newest_counts() -> None:
     outcomes: list[tuple[Policy, Measurement | Failure]] = [
         (STOCK, took()),
@@ -84,21 +75,3 @@ def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_newest_co
     (one,) = points_of(trials, verdict, rejects)
     assert (one.policy, one.judged) == (STOCK, True)
     assert one.samples_per_s == pytest.approx(2000.0)
-
-
-FAST, SMALL, THRIFTY = point(200.0, 900.0, 2.0), point(80.0, 300.0, 1.9), point(120.0, 700.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("objective", "best"),
-    [
-        (THROUGHPUT, FAST),
-        (Objective("memory"), THRIFTY),
-        (Objective("memory", 0.8), SMALL),
-        (Objective("memory", 9.0), None),
-        (Objective("energy"), THRIFTY),
-    ],
-)
-def test_each_objective_takes_its_own_point(objective: Objective, best: ParetoPoint | None) -> None:
-    assert best_point([FAST, SMALL, THRIFTY], objective, 100.0) == best
-    assert best_point([point(1.0, 1.0)], Objective("energy"), 1.0) is None

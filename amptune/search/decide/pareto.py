@@ -1,21 +1,20 @@
-"""The Pareto set of policies by speed, memory and energy, and the best of them for an objective. Pure."""
+"""The Pareto set of policies by speed, memory and energy. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from amptune.measure.results.outcome import Measurement
-from amptune.policy.serialization import policy_from_dict, policy_to_dict
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgements import J, Judgements
-from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["MOST_POINTS", "ParetoPoint", "best_point", "front_of", "points_of", "spread_along"]
+__all__ = ["MOST_POINTS", "ParetoPoint", "front_of", "points_of", "spread_along"]
 
 # Keeps a policy file short.
 MOST_POINTS = 12
@@ -56,20 +55,8 @@ class ParetoPoint:
         return {name: float(f"{value:.4g}") for name, value in figures.items() if value is not None}
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns an entry of `evidence.pareto`; `from_dict` is the inverse except for rounded digits."""
+        """Returns an entry of `evidence.pareto`."""
         return {"policy": policy_to_dict(self.policy), **self.figures, "judged": self.judged}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> ParetoPoint:
-        """Reads what `as_dict` writes. Raises `KeyError`, `TypeError` or `ValueError` for anything else."""
-        joules = data.get("energy_j_per_sample")
-        return ParetoPoint(
-            policy=policy_from_dict(data["policy"]),
-            samples_per_s=float(data["samples_per_s"]),
-            peak_memory_mib=float(data["peak_memory_mib"]),
-            energy_j_per_sample=None if joules is None else float(joules),
-            judged=bool(data.get("judged", False)),
-        )
 
 
 def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements[J]) -> tuple[ParetoPoint, ...]:
@@ -114,16 +101,6 @@ def spread_along(front: Sequence[ParetoPoint], most: int = MOST_POINTS) -> tuple
         gaps = {i: min(math.dist(places[i], places[j]) for j in chosen) for i in range(len(front)) if i not in chosen}
         chosen.append(max(gaps, key=gaps.__getitem__))
     return tuple(front[i] for i in sorted(chosen))
-
-
-def best_point(
-    points: Iterable[ParetoPoint], objective: Objective, baseline_samples_per_s: float
-) -> ParetoPoint | None:
-    """Returns the objective's best point of those fast enough; None if no point has the figure or the speed."""
-    fast = (point for point in points if objective.allows_speed(point.samples_per_s / baseline_samples_per_s))
-    figures = ((one, (one.samples_per_s, one.peak_memory_mib, one.energy_j_per_sample)) for one in fast)
-    scores = {point: score for point, of in figures if (score := objective.score_of(*of)) is not None}
-    return max(scores, key=scores.__getitem__, default=None)
 
 
 def _place(point: ParetoPoint) -> tuple[float, float, float]:

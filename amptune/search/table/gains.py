@@ -5,22 +5,11 @@ from __future__ import annotations
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 
-__all__ = ["FIGURES", "aim_of", "counted", "gain_in_words", "goal_of", "use_of"]
+__all__ = ["FIGURES", "counted", "gain_in_words", "goal_of", "use_of"]
 
 # The figure of each objective, as a table's heading.
 FIGURES = {"throughput": "speed", "memory": "peak memory", "energy": "energy per sample"}
 _WHAT = {"memory": "memory of the baseline", "energy": "energy of the baseline per sample"}
-
-
-def aim_of(objective: Objective) -> str:
-    """Returns the aim of the objective: "the least peak memory at the baseline's throughput"."""
-    match objective.name:
-        case "throughput":
-            return "the most samples per second"
-        case "energy":
-            return "the least energy per sample"
-        case "memory":
-            return f"the least peak memory at {_least_speed(objective)}"
 
 
 def goal_of(objective: Objective) -> str:
