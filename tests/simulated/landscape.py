@@ -21,7 +21,6 @@ import numpy as np
 from optuna.storages import InMemoryStorage
 
 from amptune.measure.results.half_effects import Half, ModuleTrace, Reach, Sensitivity
-from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
@@ -505,17 +504,6 @@ class SyntheticEvaluator:
         return StepProfile(
             device="cuda", steps=5, step_ms=ms, host_ms=0.9 * ms, gpu_busy_ms=2 * ms / 3, kernels=400.0,
             optimizer_ms=0.1 * ms,
-        )  # fmt: skip
-
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming:  # noqa: ARG002
-        """A loop that waits a tenth of its time for data."""
-        ms = self.landscape.true_ms(policy)
-        self.clock.advance(seconds)
-        steps = max(1, int(1000 * seconds / (1.1 * ms)))
-        samples = (policy.batch_size or self.landscape.own_batch_size) * policy.accumulate * steps
-        return LoopTiming(
-            samples_per_s=samples / seconds, steps=steps, seconds=seconds, wait_ms=0.1 * ms, copy_ms=0.01 * ms,
-            step_ms=ms, idle_ms=0.1 * ms, host_ms=0.5 * ms, busy_ms=0.99 * ms,
         )  # fmt: skip
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
