@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
-from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
-from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.results.outcome import Effort, Failure
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
@@ -102,7 +101,8 @@ class _Examination:
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
         numerics = tuple(self._numerics(prepared))
         profiles, slow = self._speed(prepared)
-        slow = (*_disturbances(outcome, prepared.hardware), *slow, *self._input(numerics, outcome.mean_ms))
+        disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
+        slow = (*disturbances, *slow, *self._input(numerics, outcome.mean_ms))
         findings = (*prepared.noticed, *_in_order(numerics), *slow)
         return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
@@ -164,14 +164,6 @@ class _Examination:
         elif turn.wait_share > WORTH_SAYING:
             message, figures = waiting_in_words(turn.wait_share), {"share": turn.wait_share}
             yield _under(policy, Finding(code="input-bound", message=message, figures=figures))
-
-
-def _disturbances(outcome: Measurement, hardware: Hardware) -> Iterator[Finding]:
-    """Yields what made the step slow from outside of it."""
-    if hardware.gpu is None:
-        yield from busy_cpu([outcome])
-    else:
-        yield from (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
 
 
 def _recipes(hardware: Hardware) -> tuple[Policy, ...]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import count, product
+from itertools import count, islice, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -214,8 +214,7 @@ ONCE = iter([torch.ones(BATCH, 8)] * 2)
 )
 def test_a_loader_that_is_none_is_a_clear_error(loader: Callable[[int], Iterable[Any]], words: str) -> None:
     with pytest.raises(TargetError, match=rf"loader\(4\) {words}"), closing(feed_of(loader=loader)) as fed:
-        for _ in range(3):
-            next(fed)
+        list(islice(fed, 3))
 
 
 @pytest.mark.parametrize("batch", [lambda n: torch.randn(8, n), lambda n: torch.randn(10 * n, 8)])
