@@ -158,11 +158,7 @@ def modules(count: int) -> dict[str, Sensitivity]:
         )
         for i in range(count)
     )
-    return {
-        "stock PyTorch, bf16 fp16": Sensitivity(
-            modules=timed, left_out={}, cast_ms_per_byte=1e-9, step_ms=10.0, seconds=1.0
-        )
-    }
+    return {"stock PyTorch, bf16 fp16": Sensitivity(modules=timed, cast_ms_per_byte=1e-9)}
 
 
 def _trial(number: int, policy: Policy, outcome: Outcome) -> Trial:

@@ -353,7 +353,6 @@ def trouble_of(words: Iterable[str]) -> Trouble:
 BREAKS = "stage2"
 NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
 
-HW_THERMAL_SLOWDOWN = 0x40
 FINE = Reach(largest=2.0, largest_fp32=2.0, error=0.001)
 LOST = Reach(largest=math.inf, largest_fp32=2.0, error=math.inf)
 # The 95 % point of a Gaussian.
@@ -650,7 +649,6 @@ class SyntheticEvaluator:
             peak_reserved_mib=self.landscape.peak_mib(policy),
             losses=(7.0, 6.9, 6.8),
             gradient_norm=3.0,
-            clock_event_reasons=HW_THERMAL_SLOWDOWN if throttled else 0,
             contaminated_by=(*(("hw-thermal",) if throttled else ()), *(("host-load",) if busy else ())),
             abandoned=abandoned,
         )
