@@ -37,7 +37,7 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
-FIRST_STEPS = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
+SHORT_TRIAL = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class _Examination:
 
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        outcome = self.evaluator.measure(STOCK, replace(FIRST_STEPS, time_limit_s=self._limit_s))
+        outcome = self.evaluator.measure(STOCK, replace(SHORT_TRIAL, time_limit_s=self._limit_s))
         if isinstance(outcome, Failure):  # the step has to run before anything else is examined
             findings = (*prepared.noticed, self._fp32_breaks(outcome))
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
