@@ -70,7 +70,7 @@ class TuningRecord:
         return TuningRecord(
             **{name: data[name] for name in _AS_THEY_ARE},
             baseline=policy_from_dict(data["baseline"]),
-            objective=Objective(data["objective"], data["least_speed"], data["steps"]),
+            objective=Objective(data["objective"], data["least_speed"], data.get("steps")),
             options=tuple(data["options"]),
             arguments=tuple(data["arguments"]),
             software=tuple(data["software"].items()),
@@ -83,7 +83,7 @@ class GateRecord:
     """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits.
 
     `worst` are the figures nearest to their limits, one a module; `losses` is the policy's loss curve there,
-    `losses_fp32` that of FP32 and of its replicas.
+    `losses_fp32` that of FP32 and of its replicas. A study of an earlier amptune has none of these.
     """
 
     policy: Policy
@@ -125,9 +125,9 @@ class GateRecord:
             passes=data["passes"],
             used=data["used"],
             words=data["words"],
-            worst=tuple(map(Finding.from_dict, data["worst"])),
-            losses=tuple(data["losses"]),
-            losses_fp32=tuple(map(tuple, data["losses_fp32"])),
+            worst=tuple(map(Finding.from_dict, data.get("worst", ()))),
+            losses=tuple(data.get("losses", ())),
+            losses_fp32=tuple(map(tuple, data.get("losses_fp32", ()))),
         )
 
 
