@@ -21,7 +21,6 @@ from simulated.recorded import Interference, RecordedEvaluator, recorded_ms
 from amptune.cli.entry import cli
 from amptune.cli.session import Session
 from amptune.measure.evaluator import Evaluator
-from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.step_profile import OperationTime, StepProfile
 from amptune.measure.results.training_runs import Parity
@@ -91,22 +90,6 @@ class Machine(RecordedEvaluator):
         ms = recorded_ms(self.workload, policy)
         slowest = OperationTime(module="body.norm", operation="batch_norm", count=2, ms=ms / 2)
         return StepProfile(device="cuda", steps=10, step_ms=ms, host_ms=ms / 4, gpu_busy_ms=ms, operations=(slowest,))
-
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming:  # noqa: ARG002
-        """A loop as fast as the step by itself."""
-        self.clock.advance(2 * seconds)
-        ms = self.true_ms(policy) if self.true_ms else recorded_ms(self.workload, policy)
-        samples, steps = (policy.batch_size or self.batch_size) * policy.accumulate, max(1, int(1000 * seconds / ms))
-        return LoopTiming(
-            samples_per_s=1000 * samples / ms,
-            steps=steps,
-            seconds=steps * ms / 1000,
-            wait_ms=0.0,
-            copy_ms=0.0,
-            step_ms=ms,
-            idle_ms=0.0,
-            host_ms=ms / 4,
-        )
 
 
 def interrupting(after: int) -> Interference:

@@ -16,7 +16,6 @@ import torch
 from simulated.clock import SimulatedClock
 
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
-from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
@@ -30,8 +29,8 @@ __all__ = ["InThisProcess", "measuring_here"]
 
 T = TypeVar("T")
 
-# A measurement and a loop long enough to be one.
-WARMUP_S, MEASURE_S, LOOP_S = 0.02, 0.02, 0.2
+# A measurement long enough to be one.
+WARMUP_S, MEASURE_S = 0.02, 0.02
 # What a measurement, and a launch, take by the simulated clock.
 TRIAL_S, LAUNCH_S = 2.0, 2.0
 
@@ -94,9 +93,6 @@ class InThisProcess:
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:  # noqa: ARG002
         return self._logged(lambda: worker.profile(policy))
-
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:  # noqa: ARG002
-        return self._logged(lambda: worker.train(policy, min(seconds, LOOP_S)))
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         self.clock.advance(TRIAL_S)

@@ -11,7 +11,6 @@ from typing import Protocol, TypeVar
 from amptune.errors import NothingFeasibleError
 from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
-from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
@@ -97,10 +96,6 @@ class Evaluator(Protocol):
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
         """Profiles a step while no other worker runs on the device."""
-        ...
-
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
-        """Runs the workload's training loop under the policy, alone on the device, for `seconds` plus its warm-up."""
         ...
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
@@ -232,10 +227,6 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
         self._stop_others(policy)
         return self._worker(policy).call(limit_s, worker.profile, policy)
-
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming | Failure:
-        self._stop_others(policy)
-        return self._worker(policy).call(limit_s, worker.train, policy, seconds)
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
         limit_s = seconds + START_LIMIT_S  # training ends by itself; evaluating may take a while longer

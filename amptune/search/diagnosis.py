@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
-from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.results.loop_timing import limits_of
-from amptune.measure.results.outcome import Effort, Failure, Measurement
+from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
+from amptune.measure.results.outcome import Effort, Failure
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
@@ -26,6 +25,7 @@ from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks, yardstick_findings
 from amptune.search.gate.repair import Cure
 from amptune.search.groundwork import examined
+from amptune.search.narrowing import turn_of
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of
 from amptune.search.table.trial import error_of_baseline
@@ -36,7 +36,6 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
-LOOP_S = 2.0
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
 SHORT_RUN = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
@@ -102,8 +101,9 @@ class _Examination:
             return self._found(prepared, numerics=(), profiles=(), findings=findings)
         numerics = tuple(self._numerics(prepared))
         profiles, slow = self._speed(prepared)
-        disturbances = _disturbances(outcome, prepared.hardware)
-        findings = (*prepared.noticed, *_in_order(numerics), *disturbances, *slow, *self._input(numerics))
+        disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
+        slow = (*disturbances, *slow, *self._input(numerics, outcome.mean_ms))
+        findings = (*prepared.noticed, *_in_order(numerics), *slow)
         return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
     @property
@@ -152,25 +152,18 @@ class _Examination:
         profile = self.evaluator.profile(policy, self._limit_s)
         return f"the step could not be profiled: {profile}" if isinstance(profile, Failure) else profile
 
-    def _input(self, numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
-        """Yields what limits a training loop besides its step, if there is time to look."""
+    def _input(self, numerics: Sequence[DtypeDiagnosis], step_ms: float) -> Iterator[Finding]:
+        """Yields whether the user's loop waits for its data, if there is time to look; a step takes about `step_ms`."""
         if self.budget.left_s <= 0:
             return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
         policy = sound[0] if sound else STOCK
-        timing = self.evaluator.train(policy, LOOP_S, self._limit_s)
-        if isinstance(timing, Failure):
-            yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {timing}")
-            return
-        yield from (_under(policy, finding) for finding in limits_of(timing) if finding.code != "host-bound")
-
-
-def _disturbances(outcome: Measurement, hardware: Hardware) -> Iterator[Finding]:
-    """Yields what made the step slow from outside of it."""
-    if hardware.gpu is None:
-        yield from busy_cpu([outcome])
-    else:
-        yield from (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
+        turn = self.evaluator.measure_alone(policy, replace(turn_of(step_ms), time_limit_s=self._limit_s))
+        if isinstance(turn, Failure):
+            yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {turn}")
+        elif turn.wait_share > WORTH_SAYING:
+            message, figures = waiting_in_words(turn.wait_share), {"share": turn.wait_share}
+            yield _under(policy, Finding(code="input-bound", message=message, figures=figures))
 
 
 def _recipes(hardware: Hardware) -> tuple[Policy, ...]:

@@ -64,10 +64,10 @@ class Stages:
             self.known.take(ladder, self._numerics.safeguards)
         if self.known.request.wanted.batch_size != "auto":
             return None
-        arms = (*self.known.candidates.halves_alone, self.known.baseline)[:1]
+        policy = next(iter(self.known.candidates.halves_alone), self.known.baseline)
         seconds = self._budget.left_s * BATCH_SIZES_SHARE
-        what = f"the largest batch under {arms[0]}"
-        return Step(stage="batch size", what=what, seconds=seconds, worth=math.inf, policies=arms)
+        what = f"the largest batch under {policy}"
+        return Step(stage="batch size", what=what, seconds=seconds, worth=math.inf, policies=(policy,))
 
     def take(self, step: Step, limit_s: float) -> None:
         """Takes a step that was wanted, within this time; the one place where steps are carried out."""
@@ -90,7 +90,7 @@ class Stages:
         rest_s = self._budget.left_s - limit_s
         left_s = lambda: self._budget.left_s - rest_s  # noqa: E731
         whole, prepared = self.known.request.wanted.global_batch, self.known.prepared
-        self.known.sizes = batch_sizes_for(self.evaluator, step.policies, prepared, whole, left_s=left_s)
+        self.known.sizes = batch_sizes_for(self.evaluator, step.policies[0], prepared, whole, left_s=left_s)
         self.known.take(self._modules.ladder(), self._numerics.safeguards)
 
     def put_first(self) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from commands import Done, Machine, run
 from in_this_process import measuring_here
-from measurements import took
-from simulated.recorded import H200
 
-from amptune.search.diagnosis import _disturbances
+from amptune.measure.results.outcome import Effort, Measurement, Outcome
+from amptune.policy.settings import Policy
 
 WORKLOADS = """
 import time
@@ -53,13 +52,17 @@ def slow_batch(n):
     time.sleep(0.02)
     return torch.randn(n, 32), torch.randint(4, (n,))
 
+def slow_loader(n):
+    while True:
+        yield slow_batch(n)
+
 sound = of()
 squares = of(Squares)
 outside = of(loss=half_loss)
 behind = of(loss=large_loss)
 raises = of(loss=raising)
 not_a_number = of(loss=lambda model, batch: model(batch[0]).mean() * float("nan"))
-starved = of(batch=slow_batch)
+starved = of(loader=slow_loader)
 
 class Divides(nn.Module):
     def forward(self, x):
@@ -189,14 +192,14 @@ def test_where_fp32_breaks_is_a_finding(folder: Path, target: str, module: str |
     assert words in finding["message"]
 
 
-def test_what_made_the_step_slow_from_outside_is_told() -> None:
-    """On a CPU with what to do about a busy one: there, threads wait for one another."""
-    cpu = replace(H200, gpu=None, device="cpu")
-    busy = took(10.0, 10.0, contaminated_by=("host-load",), host_delay=0.45)
-    [on_gpu], [on_cpu] = (tuple(_disturbances(busy, one)) for one in (H200, cpu))
-    assert on_gpu.message.endswith("while the step was timed")
-    assert on_cpu.message.startswith("threads waited for a CPU for 45% of the time")
-    [throttled] = _disturbances(took(10.0, 10.0, contaminated_by=("hw-thermal",)), H200)
-    assert throttled.message == "the GPU was thermally throttled (HW thermal) while the step was timed"
-    for machine in (H200, cpu):
-        assert not tuple(_disturbances(took(10.0, 10.0, host_delay=0.02), machine))
+class Throttled(Machine):
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        outcome = super().measure(policy, effort)
+        assert isinstance(outcome, Measurement)
+        return replace(outcome, contaminated_by=("hw-thermal",))
+
+
+def test_what_made_the_step_slow_from_outside_is_told(folder: Path) -> None:
+    done = run("diagnose", "train.py:sound", "--json", folder=folder, evaluator=Throttled())
+    [found] = (one for one in json.loads(done.stdout)["findings"] if one["code"] == "throttled")
+    assert found["message"] == "the GPU was thermally throttled (HW thermal) while the step was timed"

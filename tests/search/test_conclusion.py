@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from measurements import took
 from simulated.recorded import H200, RecordedEvaluator
-from tables import BF16, BF16_LAST, FP16, block, decided, in_turn, row
+from tables import BF16, BF16_LAST, FP16, decided, in_turn, row
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.results.outcome import Failure, Measurement
@@ -108,19 +108,6 @@ def test_an_interrupted_run_is_provisional_however_sure_it_is() -> None:
     decision = concluded(ROUNDS, interrupted=True)
     assert decision.verdict.confidence == "confirmed"
     assert evidence(decision)["provisional"] is True
-
-
-@pytest.mark.parametrize(
-    ("threads", "delay", "on_gpu", "told"),
-    [(0, 0.45, False, True), (0, 0.45, True, False), (0, 0.05, False, False), (1, 0.45, False, False)],
-)
-def test_a_busy_cpu_is_told_of_with_what_to_try(threads: int, delay: float, on_gpu: bool, told: bool) -> None:
-    """Unless another number of threads was tried."""
-    own, other = (block(ms, contaminated_by=("host-load",), host_delay=delay) for ms in (10.0, 9.0))
-    rows = in_turn({STOCK: [own] * 3, Policy(autocast="bf16", threads=threads): [other] * 3})
-    decision = concluded(rows, hardware=H200 if on_gpu else replace(H200, gpu=None, device="cpu"))
-    busy = [finding for finding in decision.findings if finding.code == "busy-cpu"]
-    assert [finding.figures["share"] for finding in busy] == [delay] * told
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ def module(
 
 
 def sensed(*modules: ModuleSensitivity, cast_ms_per_mib: float = 0.0) -> Sensitivity:
-    return Sensitivity(
-        modules=modules, left_out={}, cast_ms_per_byte=cast_ms_per_mib / 2**20, step_ms=10.0, seconds=1.0
-    )
+    return Sensitivity(modules=modules, cast_ms_per_byte=cast_ms_per_mib / 2**20)
 
 
 def subject_of(sensitivity: Sensitivity) -> Subject:

@@ -38,7 +38,6 @@ FULL = Measurement(
     skipped_share=0.25,
     alloc_retries=2,
     energy_j_per_sample=0.5,
-    clock_event_reasons=4,
     abandoned=True,
     steady=False,
     discarded=("hw-thermal+other-process",),
@@ -49,8 +48,6 @@ FULL = Measurement(
     settled=False,
     in_loop=True,
     wait_share=0.25,
-    sm_clock_mhz=1755,
-    temperature_c=71,
     host_delay=0.125,
 )
 RULED = Policy(autocast="fp16", fp32_modules=(Fp32Rule(path="head"),), loss_scale=LossScale(init=1024.0), batch_size=8)

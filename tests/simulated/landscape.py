@@ -21,7 +21,6 @@ import numpy as np
 from optuna.storages import InMemoryStorage
 
 from amptune.measure.results.half_effects import Half, ModuleTrace, Reach, Sensitivity
-from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
@@ -354,7 +353,6 @@ def trouble_of(words: Iterable[str]) -> Trouble:
 BREAKS = "stage2"
 NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
 
-HW_THERMAL_SLOWDOWN = 0x40
 FINE = Reach(largest=2.0, largest_fp32=2.0, error=0.001)
 LOST = Reach(largest=math.inf, largest_fp32=2.0, error=math.inf)
 # The 95 % point of a Gaussian.
@@ -507,17 +505,6 @@ class SyntheticEvaluator:
             optimizer_ms=0.1 * ms,
         )  # fmt: skip
 
-    def train(self, policy: Policy, seconds: float, limit_s: float) -> LoopTiming:  # noqa: ARG002
-        """A loop that waits a tenth of its time for data."""
-        ms = self.landscape.true_ms(policy)
-        self.clock.advance(seconds)
-        steps = max(1, int(1000 * seconds / (1.1 * ms)))
-        samples = (policy.batch_size or self.landscape.own_batch_size) * policy.accumulate * steps
-        return LoopTiming(
-            samples_per_s=samples / seconds, steps=steps, seconds=seconds, wait_ms=0.1 * ms, copy_ms=0.01 * ms,
-            step_ms=ms, idle_ms=0.1 * ms, host_ms=0.5 * ms, busy_ms=0.99 * ms,
-        )  # fmt: skip
-
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no long training was recorded")
 
@@ -662,7 +649,6 @@ class SyntheticEvaluator:
             peak_reserved_mib=self.landscape.peak_mib(policy),
             losses=(7.0, 6.9, 6.8),
             gradient_norm=3.0,
-            clock_event_reasons=HW_THERMAL_SLOWDOWN if throttled else 0,
             contaminated_by=(*(("hw-thermal",) if throttled else ()), *(("host-load",) if busy else ())),
             abandoned=abandoned,
         )

@@ -95,11 +95,11 @@ def clock_for(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-Lap = Literal["wait", "copy", "step"]
+Lap = Literal["wait", "step"]
 
-# How many laps the host may be ahead of the device: 8 batches of 3 laps. With more, a step of few launches (a CUDA
+# How many laps the host may be ahead of the device: 8 batches of 2 laps. With more, a step of few launches (a CUDA
 # graph) would run seconds past the end and keep that many batches in pinned memory. With fewer, the queue would drain.
-_AHEAD = 24
+_AHEAD = 16
 # Clock cycles per ms at about the fastest existing GPU clock (2 GHz): a slower GPU is held longer.
 _CYCLES_PER_MS = 2_000_000
 

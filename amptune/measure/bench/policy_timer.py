@@ -95,7 +95,6 @@ class PolicyTimer:
             skipped_share=skipped,
             alloc_retries=self.memory.alloc_retries(),
             energy_j_per_sample=None if kept.step_j is None else kept.step_j / samples,
-            clock_event_reasons=kept.after.clock_event_reasons,
             abandoned=slow,
             steady=warm_up.steady,
             discarded=sample.discarded,
@@ -104,8 +103,6 @@ class PolicyTimer:
             recompiled=self.compilations.graphs - compiled,
             settled=kept.settled,
             contaminated_by=kept.contaminated_by,
-            sm_clock_mhz=kept.after.sm_clock_mhz,
-            temperature_c=kept.after.temperature_c,
             host_delay=kept.host_delay,
         )
 

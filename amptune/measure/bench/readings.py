@@ -77,7 +77,6 @@ class Readings:
 
     clock_event_reasons: int | None = None
     sm_clock_mhz: int | None = None
-    temperature_c: int | None = None
     energy_j: float | None = None
     alloc_retries: int = 0
     foreign_processes: tuple[int, ...] | None = None
@@ -110,13 +109,12 @@ class Instruments:
         )
 
     def clocks(self) -> Readings:
-        """Reads clocks and temperature while the device is busy, without waiting for it."""
+        """Reads clocks while the device is busy, without waiting for it."""
         if self._nvml is None:
             return Readings()
         return Readings(
             clock_event_reasons=self._nvml.clock_event_reasons(),
             sm_clock_mhz=self._nvml.sm_clock_mhz(),
-            temperature_c=self._nvml.temperature_c(),
         )
 
     def sm_clock_max_mhz(self) -> int | None:
@@ -134,13 +132,12 @@ class Instruments:
 
 
 def with_busy_clocks(after: Readings, busy: Sequence[Readings]) -> Readings:
-    """Returns `after` with clocks and temperature replaced by the worst ones read while the device was busy."""
+    """Returns `after` with clocks replaced by the worst ones read while the device was busy."""
     masks = [r.clock_event_reasons for r in busy if r.clock_event_reasons is not None]
     return replace(
         after,
         clock_event_reasons=reduce(or_, masks) if masks else None,
         sm_clock_mhz=min((r.sm_clock_mhz for r in busy if r.sm_clock_mhz is not None), default=None),
-        temperature_c=max((r.temperature_c for r in busy if r.temperature_c is not None), default=None),
     )
 
 

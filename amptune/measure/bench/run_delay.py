@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from amptune.measure.results.outcome import Measurement, Outcome
-from amptune.policy.findings import Finding
-
-__all__ = ["MOST_HOST_DELAY", "RunDelays", "busy_cpu", "host_delay", "read_run_delays"]
+__all__ = ["MOST_HOST_DELAY", "RunDelays", "host_delay", "read_run_delays"]
 
 TASKS = Path("/proc/self/task")
 # Seconds per second that a thread may wait for a CPU. On two cores, the threads of a convolutional net waited 0.01 on
@@ -58,18 +53,6 @@ def host_delay(before: RunDelays | None, after: RunDelays | None) -> float | Non
     delays_s = [waited_s - earlier_s.get(thread, 0.0) for thread, waited_s in after.waited_s]
     longest_s = max([0.0, *delays_s])  # a delay is below 0 if a new thread has the id of an ended one
     return longest_s / (after.at_s - before.at_s)
-
-
-def busy_cpu(outcomes: Iterable[Outcome]) -> Iterator[Finding]:
-    """Yields a finding if training on this CPU waits for it: fewer threads then wait less for one another."""
-    measured = [one.host_delay for one in outcomes if isinstance(one, Measurement) and one.host_delay is not None]
-    share = statistics.median(measured) if measured else 0.0
-    if share > 2 * MOST_HOST_DELAY:  # threads that wait for less do not make the others wait by much
-        message = (
-            f"threads waited for a CPU for {share:.0%} of the time: other programs use it, or there are more threads "
-            "than CPUs; fewer threads may train several times as fast, which `amptune tune --set threads=1` tries"
-        )
-        yield Finding(code="busy-cpu", message=message, figures={"share": share})
 
 
 def _counters(task: Path) -> tuple[int, ...]:

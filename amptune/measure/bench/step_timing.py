@@ -69,7 +69,7 @@ class WarmUp:
 class TimedBlock:
     """Steps timed in a row, the readings before and after them, and the codes of what these show.
 
-    The clocks and the temperature of `after` were read while the device was busy. `untimed` steps ran before the
+    The clocks of `after` were read while the device was busy. `untimed` steps ran before the
     readings, and `leads` between them: those that follow a wait. It is not `settled` if graphs were still compiled or
     recorded in its second half.
     """

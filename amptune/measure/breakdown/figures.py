@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 from amptune.hardware.machine import MIB
 from amptune.measure.breakdown.operation_kinds import (
     bytes_cast,
-    groups_and_channels,
+    channels_of,
     is_cast,
     is_convolution,
     is_matmul,
@@ -23,7 +23,6 @@ from amptune.measure.breakdown.operation_kinds import (
 from amptune.measure.breakdown.step_trace import Kernel, Nesting, Op, StepTrace
 from amptune.measure.results.step_profile import (
     CastTime,
-    GroupedConvolution,
     LayoutTime,
     ModuleTime,
     OperationTime,
@@ -35,7 +34,7 @@ from amptune.measure.results.step_profile import (
 __all__ = ["distil"]
 
 _OPTIMIZER = "Optimizer.step#"
-_Kind = TypeVar("_Kind", ModuleTime, CastTime, LayoutTime, UnalignedMatmul, GroupedConvolution, OperationTime)
+_Kind = TypeVar("_Kind", ModuleTime, CastTime, LayoutTime, UnalignedMatmul, OperationTime)
 _ProductKind = Literal["matmul", "convolution"]
 
 
@@ -67,7 +66,6 @@ def distil(
     step_ms: float,
     host_ms: float | None = None,
     attributed: bool = True,
-    cut_short: bool = False,
 ) -> StepProfile:
     """Returns the figures of the profiled steps, one trace each; `step_ms` and `host_ms` were timed unprofiled."""
     tally = _Tally(device)
@@ -84,7 +82,6 @@ def distil(
         kernels=sum(kernel.compute for trace in traces for kernel in trace.kernels) / steps,
         synchronizations=sum(trace.synchronizations for trace in traces) / steps,
         attributed=attributed,
-        cut_short=cut_short,
         **tally.figures(steps),
     )
 
@@ -127,7 +124,7 @@ class _Tally:
         if copy is not None and is_cast(copy):
             self._sums.add(CastTime, about, ms=ms, count=0, mib=0)
         elif (copy is not None and convolution is not None) or kind == "layout":
-            channels = None if convolution is None else groups_and_channels(convolution)[1]
+            channels = None if convolution is None else channels_of(convolution)
             about |= {"kernel": _short(work.name), "channels": channels}
             self._sums.add(LayoutTime, about, ms=ms, count=1)
         elif nesting.nearest(op, is_product) is None and kind != "tensor-core":
@@ -144,12 +141,7 @@ class _Tally:
             of: _ProductKind = "matmul" if convolution is None else "convolution"
             mine, name = self._plain_ms[module, of], _short(work.name)
             mine[name] = mine.get(name, 0.0) + plain_ms
-        if convolution is not None:
-            groups, channels = groups_and_channels(convolution)
-            if groups > 1:
-                about = {"module": module, "groups": groups, "channels": channels}
-                self._sums.add(GroupedConvolution, about, ms=ms, plain_ms=plain_ms)
-        elif matmul is not None and unaligned_dims(matmul):
+        if convolution is None and matmul is not None and unaligned_dims(matmul):
             self._sums.add(UnalignedMatmul, _unaligned(matmul, module), ms=ms, count=0)
 
     def figures(self, steps: int) -> dict[str, Any]:
@@ -160,7 +152,6 @@ class _Tally:
             "casts": self._sums.per_step(CastTime, steps),
             "layouts": self._sums.per_step(LayoutTime, steps),
             "unaligned": self._sums.per_step(UnalignedMatmul, steps),
-            "grouped": self._sums.per_step(GroupedConvolution, steps),
             "products": tuple(sorted(self._products(steps), key=lambda product: -product.plain_ms)),
             "operations": self._sums.per_step(OperationTime, steps),
         }

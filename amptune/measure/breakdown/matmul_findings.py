@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from amptune.hardware.machine import Gpu
 from amptune.measure.breakdown.module_times import LISTED, SHARE, Times, finding_about, where
-from amptune.measure.results.step_profile import ALIGNED, GroupedConvolution, ProductTime, StepProfile
+from amptune.measure.results.step_profile import ALIGNED, ProductTime, StepProfile
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 
@@ -19,12 +19,11 @@ PLAIN_GAIN = 0.75
 
 
 def product_findings(profile: StepProfile, gpu: Gpu | None, policy: Policy) -> Iterator[Finding]:
-    """Yields `unaligned-matmul`, `grouped-convolution` and `no-tensor-cores`; each `gain_ms` is a guess."""
+    """Yields `unaligned-matmul` and `no-tensor-cores`; each `gain_ms` is a guess."""
     if gpu is None:
         return
     if gpu.tensor_cores:
         yield from _unaligned(profile)
-        yield from _grouped(profile, policy)
     yield from _no_tensor_cores(profile, gpu, policy)
 
 
@@ -46,32 +45,8 @@ def _unaligned(profile: StepProfile) -> Iterator[Finding]:
     yield finding_about("unaligned-matmul", message, profile, times, **figures)
 
 
-def _grouped(profile: StepProfile, policy: Policy) -> Iterator[Finding]:
-    ms = sum(convolution.plain_ms for convolution in profile.grouped)
-    if ms <= SHARE * profile.step_ms:
-        return
-    times = [(convolution.module, convolution.plain_ms) for convolution in profile.grouped]
-    slowest = max(profile.grouped, key=lambda convolution: convolution.plain_ms)
-    ways = ["channels_last"] if policy.memory_format == "contiguous" else []
-    ways += [] if policy.cudnn_benchmark else ["cudnn_benchmark"]
-    ways += [] if policy.precision == "off" else ["keeping them in FP32 (fp32_modules)"]
-    message = (
-        f"grouped convolutions take {ms:.3g} ms of the step's {profile.step_ms:.3g} in kernels without tensor cores, "
-        f"{where(times, profile)}; the slowest has {_grouping(slowest)}; try {', '.join([*ways, 'wider groups'])}"
-    )
-    figures = {"gain_ms": PLAIN_GAIN * ms, "plain_ms": ms, "groups": slowest.groups, "channels": slowest.channels}
-    yield finding_about("grouped-convolution", message, profile, times, **figures)
-
-
-def _grouping(convolution: GroupedConvolution) -> str:
-    if convolution.groups == convolution.channels:
-        return f"a group for each of its {convolution.channels} channels (depthwise)"
-    return f"{convolution.groups} groups of {convolution.channels // convolution.groups} channels"
-
-
 def _no_tensor_cores(profile: StepProfile, gpu: Gpu, policy: Policy) -> Iterator[Finding]:
-    told = {convolution.module for convolution in profile.grouped} if gpu.tensor_cores else set()
-    plain = [p for p in profile.products if p.plain_ms and not (p.kind == "convolution" and p.module in told)]
+    plain = [product for product in profile.products if product.plain_ms]
     times: Times = [(product.module, product.plain_ms) for product in plain]
     ms = sum(time for _, time in times)
     if ms <= SHARE * profile.step_ms:
@@ -93,7 +68,7 @@ def _towards_tensor_cores(plain: list[ProductTime], gpu: Gpu, policy: Policy) ->
             return f"{has_none}, and FP16 runs at {gpu.fp16_rate:.2g} of the rate of FP32 on it; keep products in FP32"
         return f"{has_none}, so half precision saves memory and traffic, and little arithmetic"
     if _allowed(plain[0], gpu, policy):
-        shapes = "few channels" if plain[0].kind == "convolution" else "very few rows, or odd sizes"
+        shapes = "few channels or many groups" if plain[0].kind == "convolution" else "very few rows, or odd sizes"
         unused = "" if policy.precision == "off" else "; half precision gains little there, so try fp32_modules"
         return f"the precision allows them, but the library chose no such kernel, as it does for {shapes}{unused}"
     if policy.precision != "off":

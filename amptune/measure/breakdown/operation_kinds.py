@@ -18,7 +18,7 @@ from amptune.measure.results.step_profile import ALIGNED
 
 __all__ = [
     "bytes_cast",
-    "groups_and_channels",
+    "channels_of",
     "is_cast",
     "is_convolution",
     "is_matmul",
@@ -36,8 +36,8 @@ _DTYPES = {
     "c10::Float8_e4m3fn": torch.float8_e4m3fn,
     "c10::Float8_e5m2": torch.float8_e5m2,
 }
-# Positions of `input` and `groups` among the arguments (PyTorch's native_functions.yaml).
-_CONVOLUTIONS = {"aten::convolution": (0, 8), "aten::convolution_backward": (1, 9)}
+# Position of `input` among the arguments (PyTorch's native_functions.yaml).
+_CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
 # Position of the left matrix among the arguments.
 _MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::_addmm_activation": 1, "aten::bmm": 0, "aten::baddbmm": 1}
 _PRODUCTS = re.compile(
@@ -73,13 +73,10 @@ def is_product(op: Op) -> bool:
     return _PRODUCTS.match(op.name) is not None
 
 
-def groups_and_channels(convolution: Op) -> tuple[int, int]:
-    """Returns (groups, input channels)."""
-    input_at, groups_at = _CONVOLUTIONS[convolution.name]
-    values, shapes = convolution.values, convolution.shapes
-    groups = int(values[groups_at]) if len(values) > groups_at and values[groups_at].isdigit() else 1
-    known = len(shapes) > input_at and len(shapes[input_at]) > 1
-    return groups, shapes[input_at][1] if known else groups
+def channels_of(convolution: Op) -> int | None:
+    """Returns the number of input channels; None if the profiler did not record it."""
+    at, shapes = _CONVOLUTIONS[convolution.name], convolution.shapes
+    return shapes[at][1] if len(shapes) > at and len(shapes[at]) > 1 else None
 
 
 def unaligned_dims(op: Op) -> tuple[int, int, int] | None:

@@ -52,7 +52,6 @@ def profile_step(bench: Bench, policy: Policy, *, steps: int = PROFILED_STEPS) -
         step_ms=step_ms,
         host_ms=host_ms,
         attributed=attributed,
-        cut_short=len(traces) < steps,
     )
 
 

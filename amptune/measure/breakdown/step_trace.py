@@ -26,8 +26,7 @@ _WAITS = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchroniz
 class Op:
     """One operation or range on the host. `types` and `shapes` describe its inputs, one entry per argument.
 
-    `values` are its arguments that are not tensors, as text. If it is a backward operation, `forward` is the id of its
-    forward operation.
+    If it is a backward operation, `forward` is the id of its forward operation.
     """
 
     id: int
@@ -37,7 +36,6 @@ class Op:
     us: float
     types: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
-    values: tuple[str, ...] = ()
     forward: int | None = None
 
 
@@ -101,7 +99,6 @@ def _op(event: Mapping[str, Any], forward: Mapping[tuple[Any, Any], int]) -> Op:
         us=float(event["dur"]),
         types=tuple(args.get("Input type", ())),
         shapes=tuple(map(_shape, args.get("Input Dims", ()))),
-        values=tuple(args.get("Concrete Inputs", ())),
         forward=forward.get(_place(event)),
     )
 

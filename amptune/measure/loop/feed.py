@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from amptune.changes.tensor_tree import map_tensors, moved_to, tensors_in
 from amptune.errors import TargetError
-from amptune.measure.bench.clocks import Stopwatch, hold_device
+from amptune.measure.bench.clocks import Stopwatch
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["Epochs", "LoaderFeed"]
+__all__ = ["Epochs", "LoaderFeed", "require_size"]
 
 _END = object()
 
@@ -33,9 +32,8 @@ class Epochs(Iterator[Any]):
     def __init__(
         self, workload: Workload, batch_size: int, device: torch.device, drawn: Sequence[Any] | None = None
     ) -> None:
-        self.source: Literal["loader", "batch"] = "batch" if workload.loader is None else "loader"
         self.failed = False
-        self._call = f"{self.source}({batch_size})"
+        self._call = f"{'batch' if workload.loader is None else 'loader'}({batch_size})"
         self._build: Callable[[], Iterable[Any]] = partial(
             _fresh_batches, workload, batch_size, pinned=device.type == "cuda"
         )
@@ -96,11 +94,7 @@ class Epochs(Iterator[Any]):
 
 
 class LoaderFeed(Iterator[Any]):
-    """An iterator over batches on the device, with laps: one for waiting, one for copying, then the step's.
-
-    `wait_s` is the time the host was blocked for batches, `host_s` that plus its time to copy them. `samples` counts
-    the samples handed out. With `hold_ms` the device is held that long before each step, so the host can run ahead.
-    """
+    """An iterator over batches on the device, with two laps each: one for waiting, one for its copy and the step."""
 
     def __init__(
         self,
@@ -110,13 +104,9 @@ class LoaderFeed(Iterator[Any]):
         stopwatch: Stopwatch,
         drawn: Sequence[Any] | None = None,
     ) -> None:
-        self.wait_s = 0.0
-        self.host_s = 0.0
-        self.samples = 0
-        self.pinned = True
-        self.hold_ms = 0.0
         self.epochs = Epochs(workload, batch_size, device, drawn)
-        self._counter = SampleCounter(workload, batch_size)
+        self._workload, self._batch_size = workload, batch_size
+        self._is_first = True
         self._device = device
         self._stopwatch = stopwatch
 
@@ -131,65 +121,40 @@ class LoaderFeed(Iterator[Any]):
 
     def __next__(self) -> Any:
         self._stopwatch.mark("step")
-        start = time.perf_counter()
         batch = next(self.epochs)
-        self.wait_s += time.perf_counter() - start
         self._stopwatch.mark("wait")
-        self.samples += self._counter.samples_in(batch)
-        batch = moved_to(self._device, batch, self._to_device)
-        if self.hold_ms:
-            hold_device(self.hold_ms)
-        self._stopwatch.mark("copy")
-        self.host_s += time.perf_counter() - start
-        return batch
+        if self._is_first:
+            require_size(self._workload, self._batch_size, batch)
+            self._is_first = False
+        return moved_to(self._device, batch, self._to_device)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._device.type == "cpu" or tensor.device.type != "cpu":
             return tensor.to(self._device)
-        pinned = tensor.is_pinned()
-        self.pinned = self.pinned and pinned
-        return tensor.to(self._device, non_blocking=pinned)
+        return tensor.to(self._device, non_blocking=tensor.is_pinned())
 
     def close(self) -> None:
         """Ends the loader's worker processes."""
         self.epochs.close()
 
 
-class SampleCounter:
-    """A counter of the samples in each batch: the last batch of an epoch may be smaller.
+def require_size(workload: Workload, batch_size: int, batch: Any) -> None:
+    """Raises `TargetError` if a loader's first batch is not of the size that it was called with.
 
-    `batch(n)` tells which axis holds the samples. If no axis has length n (packed sequences, graphs), each batch counts
-    as n samples. Raises `TargetError` if the loader's batches are not of the requested size: its samples per second
-    could not be compared with a policy's.
+    Its samples per second could not be compared with a policy's. `batch(n)` tells which axes hold the samples; if none
+    has length n (packed sequences, graphs), any batch will do.
     """
-
-    def __init__(self, workload: Workload, batch_size: int) -> None:
-        self._workload = workload
-        self._batch_size = batch_size
-        self._axis: tuple[int, int] | None = None
-        self._first = True
-
-    def samples_in(self, batch: Any) -> int:
-        if self._first and self._workload.loader is not None:
-            self._axis = self._axis_of_samples(batch)
-        self._first = False
-        return self._batch_size if self._axis is None else _lengths(batch).get(self._axis, self._batch_size)
-
-    def _axis_of_samples(self, batch: Any) -> tuple[int, int] | None:
-        """Returns (tensor's index in the batch, axis) where both `batch(n)` and the loader's batch have length n."""
-        n = self._batch_size
-        with user_code(f"batch({n})"):
-            expected = _lengths(self._workload.batch(n))
-        whole = [axis for axis, length in expected.items() if length == n]
-        there = _lengths(batch)
-        found = next((axis for axis in whole if there.get(axis) == n), None)
-        if whole and found is None:
-            shapes = _shapes(batch)
-            raise TargetError(
-                f"loader({n}) begins with a batch of tensors of shape {shapes}, none of {n} samples: "
-                "its batches must be as from batch(n), and of the size it is called with"
-            )
-        return found
+    if workload.loader is None:
+        return
+    n = batch_size
+    with user_code(f"batch({n})"):
+        expected = _lengths(workload.batch(n))
+    whole, there = [axis for axis, length in expected.items() if length == n], _lengths(batch)
+    if whole and all(there.get(axis) != n for axis in whole):
+        raise TargetError(
+            f"loader({n}) begins with a batch of tensors of shape {_shapes(batch)}, none of {n} samples: "
+            "its batches must be as from batch(n), and of the size it is called with"
+        )
 
 
 def _lengths(batch: Any) -> dict[tuple[int, int], int]:

@@ -9,7 +9,7 @@ import torch
 from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import AmptuneError, TargetError
 from amptune.measure.bench.bench import Bench
-from amptune.measure.loop.feed import Epochs, SampleCounter
+from amptune.measure.loop.feed import Epochs, require_size
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
@@ -23,7 +23,7 @@ def require_sound_input(bench: Bench) -> None:
     if workload.loader is None:
         return
     with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
-        SampleCounter(workload, workload.batch_size).samples_in(next(epochs))
+        require_size(workload, workload.batch_size, next(epochs))
 
 
 def _require_samples(workload: Workload, batch: object) -> None:

@@ -37,16 +37,13 @@ class ModuleSensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """The modules in the order of their first calls. `left_out` maps modules that could not be measured to the reason.
+    """The modules that could be measured, in the order of their first calls.
 
-    `cast_ms_per_byte` is a cast's time per byte read or written, `step_ms` the time of a whole step in FP32.
+    `cast_ms_per_byte` is a cast's time per byte read or written.
     """
 
     modules: tuple[ModuleSensitivity, ...]
-    left_out: Mapping[str, str] = field(hash=False)
     cast_ms_per_byte: float
-    step_ms: float
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,10 +77,9 @@ class Measurement:
     every policy. `gradient_norm` is the L2 norm over all parameters at the first step, None for a workload with its own
     step. `skipped_share` is the share of steps that the loss scaler skipped.
 
-    Energy and the readings of the busy GPU belong to the kept block alone: all of NVML's `clock_event_reasons` (a bit
-    mask), the lowest `sm_clock_mhz`, the highest `temperature_c`. `host_delay` is the share of the kept block
-    for which a thread was ready to run and waited for a CPU, for the thread that waited longest. It is None if the
-    system does not count this time, and always 0 on a machine whose counter stands still.
+    Energy belongs to the kept block alone. `host_delay` is the share of the kept block for which a thread was ready to
+    run and waited for a CPU, for the thread that waited longest. It is None if the system does not count this time, and
+    always 0 on a machine whose counter stands still.
 
     `startup_s` is the extra time of the first steps over later ones: mainly compiling that no cache saved. For a
     compiled model, `graph_breaks` holds the reasons why it is not one graph; `recompiled` counts graphs compiled after
@@ -104,7 +103,6 @@ class Measurement:
     skipped_share: float = 0.0
     alloc_retries: int = 0
     energy_j_per_sample: float | None = None
-    clock_event_reasons: int | None = None
     abandoned: bool = False
     steady: bool = True
     discarded: tuple[str, ...] = ()
@@ -115,8 +113,6 @@ class Measurement:
     settled: bool = True
     in_loop: bool = False
     wait_share: float = 0.0
-    sm_clock_mhz: int | None = None
-    temperature_c: int | None = None
     host_delay: float | None = None
     devices: int = 1
 

@@ -8,7 +8,6 @@ from typing import Literal
 __all__ = [
     "ALIGNED",
     "CastTime",
-    "GroupedConvolution",
     "LayoutTime",
     "ModuleTime",
     "OperationTime",
@@ -71,17 +70,6 @@ class UnalignedMatmul:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupedConvolution:
-    """A convolution in groups, forward and backward; `plain_ms` of its `ms` ran without tensor cores."""
-
-    module: str | None
-    groups: int
-    channels: int
-    ms: float
-    plain_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTime:
     """Matrix products or convolutions of one module, with their time without tensor cores.
 
@@ -115,7 +103,7 @@ class StepProfile:
     device) are timed without the profiler, which slows the host. `gpu_busy_ms` is the time in which any kernel or copy
     runs; the profiler does not change it. On a CPU the figures of a GPU are None or empty, and times of operations are
     scaled to `step_ms`. `attributed` is False if modules could not be watched (compiled models); every `module` is then
-    None. `cut_short` is True if fewer steps were profiled than requested, because their events would not fit in memory.
+    None.
     """
 
     device: Literal["cuda", "cpu"]
@@ -131,11 +119,9 @@ class StepProfile:
     casts: tuple[CastTime, ...] = ()
     layouts: tuple[LayoutTime, ...] = ()
     unaligned: tuple[UnalignedMatmul, ...] = ()
-    grouped: tuple[GroupedConvolution, ...] = ()
     products: tuple[ProductTime, ...] = ()
     operations: tuple[OperationTime, ...] = ()
     attributed: bool = True
-    cut_short: bool = False
 
     @property
     def gpu_idle_ms(self) -> float | None:

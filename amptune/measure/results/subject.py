@@ -26,11 +26,6 @@ class Leaf:
     cast_numel: int
     called: int | None
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per cast element: the possible gain of half precision over its cost (a roofline's x axis)."""
-        return self.flops / self.cast_numel if self.cast_numel else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:

@@ -29,7 +29,6 @@ from amptune.workload.user_errors import tell_of_user_code
 if TYPE_CHECKING:
     from amptune.measure.bench.bench import Bench
     from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
-    from amptune.measure.results.loop_timing import LoopTiming
     from amptune.measure.results.step_profile import StepProfile
     from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 
@@ -46,7 +45,6 @@ __all__ = [
     "sense",
     "start",
     "trace",
-    "train",
     "train_long",
 ]
 
@@ -223,13 +221,6 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
         return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses))
     is_lost = _State.followers is not None and isinstance(outcome, Failure)
     return Reply(outcome=outcome, broken=is_lost or cuda_is_broken(), pauses=tuple(stillness.pauses))
-
-
-def train(policy: Policy, seconds: float) -> LoopTiming | Failure:
-    """Runs the workload's training loop for `seconds`; an error in the loop is a failure."""
-    from amptune.measure.loop.own_loop import run_loop
-
-    return _attempt(lambda: run_loop(_bench(), policy, seconds))
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:

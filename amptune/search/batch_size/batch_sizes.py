@@ -34,10 +34,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The sizes to search, the largest that fits under each policy that was tried, and the fitted memory model."""
+    """The sizes to search, the largest that fits, under the policy that was tried, and the fitted memory model."""
 
     sizes: tuple[int, ...]
-    largest: tuple[tuple[Policy, LargestBatch], ...] = ()
+    largest: tuple[Policy, LargestBatch] | None = None
     model: MemoryModel = field(default_factory=lambda: MemoryModel(limit_mib=float("inf")))
 
     @property
@@ -57,7 +57,8 @@ class BatchSizes:
 
     @property
     def findings(self) -> Iterator[Finding]:
-        for policy, found in self.largest:
+        if self.largest is not None:
+            policy, found = self.largest
             figures = {"batch_size": found.batch_size, "peak_mib": found.peak_mib, "limit_mib": found.limit_mib}
             words = replace(policy, batch_size=None, accumulate=1)
             yield Finding(code="largest-batch", message=f"{words}: {found}", figures=figures)
@@ -69,20 +70,19 @@ NO_SIZES = BatchSizes(sizes=())
 
 def batch_sizes_for(
     runner: Runner,
-    arms: tuple[Policy, ...],
+    policy: Policy,
     prepared: Prepared,
     whole: GlobalBatch | None,
     *,
     left_s: Callable[[], float],
 ) -> BatchSizes:
-    """Finds the largest batch under each policy of `arms`, and the sizes between it and the workload's own."""
+    """Finds the largest batch under a policy, and the sizes between it and the workload's own."""
     sizer = _sizer(runner, prepared, whole, left_s=left_s)
     if sizer is None:
         return NO_SIZES
-    largest = tuple((policy, sizer.largest(policy)) for policy in arms)
-    found = [one.batch_size for _, one in largest if one.batch_size is not None]
-    sizes = _between(prepared.subject.batch_size, found, whole)
-    return BatchSizes(sizes=sizes, largest=largest, model=sizer.model)
+    found, own = sizer.largest(policy), prepared.subject.batch_size
+    sizes = _between(own, found.batch_size or own, whole)
+    return BatchSizes(sizes=sizes, largest=(policy, found), model=sizer.model)
 
 
 def _sizer(
@@ -119,13 +119,13 @@ def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] |
     return None
 
 
-def _between(own: int, largest: list[int], whole: GlobalBatch | None) -> tuple[int, ...]:
+def _between(own: int, largest: int, whole: GlobalBatch | None) -> tuple[int, ...]:
     """Returns some sizes from half the own one on, and the largest.
 
     They are the own size times powers of two; with a global batch, its divisors.
     """
-    least, highest = max(1, own // 2), max([own, *largest])
+    least, highest = max(1, own // 2), max(own, largest)
     powers = [least * 2**power for power in range((highest // least).bit_length())]
     sizes = powers if whole is None else [n for n in whole.batch_sizes if least <= n <= highest]
     step = math.ceil(len(sizes) / MOST_SIZES)
-    return tuple(sorted({*sizes[::-step], *largest}))
+    return tuple(sorted({*sizes[::-step], largest}))

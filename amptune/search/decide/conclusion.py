@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from amptune.measure.bench.readings import noticed
-from amptune.measure.bench.run_delay import busy_cpu
 from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
@@ -59,7 +58,6 @@ def decide(
         *unjudged,
         *_yardstick(judgements, policy, noticed_before),
         *_of_float8(policy),
-        *_of_the_cpu(prepared, rows, verdict),
         *noticed(row.outcome for row in rows),
     )
     decision = Decision(
@@ -121,13 +119,6 @@ def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
     if share > WORTH_SAYING:
         instead = "; the speeds here are those of steps that have their data" if verdict.waits_for_data else ""
         yield Finding(code="input-bound", message=waiting_in_words(share) + instead, figures={"share": share})
-
-
-def _of_the_cpu(prepared: Prepared, rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
-    """Yields a finding if what one trains with today waits for a busy CPU, and no other number of threads was tried."""
-    has_fewer = any(row.policy.threads for row in rows) or any(one.code == "busy-cpu" for one in prepared.noticed)
-    if prepared.hardware.gpu is None and not has_fewer:
-        yield from busy_cpu(row.outcome for row in rows if row.policy == verdict.baseline.policy)
 
 
 def _finalists(verdict: Verdict, amp_recipes: Sequence[Policy]) -> tuple[Contender, ...]:

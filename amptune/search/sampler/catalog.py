@@ -38,6 +38,8 @@ class Catalog:
         self._knobs = _with_unused(space.knobs)
         self._choices = {knob.name: knob.choices for knob in space.knobs}
         self._traits = {policy: _traits(policy, point) for policy, point in self.points.items()}
+        # of each policy, by its index: its batch size, and the settings that decide its memory besides
+        self.kinds = [(policy.batch_size or 0, memory_of(policy)) for policy in self.policies]
         self.sizes = sorted({policy.batch_size for policy in self.policies if policy.batch_size is not None})
 
     def proposer(self, seed: int) -> Proposer:
@@ -126,8 +128,8 @@ class History:
             least[kind] = min(size, least.get(kind, size))
         if not least:
             return set()
-        sizes = ((index, policy.batch_size or 0, memory_of(policy)) for policy, index in self.catalog.index.items())
-        return {index for index, size, kind in sizes if kind in least and size >= least[kind]}
+        kinds = enumerate(self.catalog.kinds)
+        return {index for index, (size, kind) in kinds if kind in least and size >= least[kind]}
 
     def _is_too_large(self, trial: Trial) -> bool:
         """Returns True if it ran out of memory and a smaller batch might not: its other settings are not to blame."""

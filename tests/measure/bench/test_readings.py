@@ -27,7 +27,7 @@ from amptune.measure.bench.run_delay import RunDelays
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 
-CLEAN = Readings(clock_event_reasons=0, sm_clock_mhz=1980, temperature_c=40, energy_j=1.0, foreign_processes=())
+CLEAN = Readings(clock_event_reasons=0, sm_clock_mhz=1980, energy_j=1.0, foreign_processes=())
 
 
 def instruments_of(nvml: NvmlGpu | None, memory: ScriptedMemory | None = None) -> Instruments:
@@ -40,13 +40,12 @@ def delayed(at_s: float, waited_s: float) -> Readings:
 
 
 def test_all_instruments_are_read_in_the_units_of_their_names() -> None:
-    nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, temperature_c=61, energy_mj=2500)
+    nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, energy_mj=2500)
     memory, delay = ScriptedMemory(), delayed(2.0, 0.5).run_delays
     memory.retries = lambda: 3
     assert Instruments(nvml.gpu(), memory, lambda: delay).read() == Readings(
         clock_event_reasons=POWER_CAP,
         sm_clock_mhz=1500,
-        temperature_c=61,
         energy_j=2.5,
         alloc_retries=3,
         foreign_processes=(),
@@ -55,7 +54,7 @@ def test_all_instruments_are_read_in_the_units_of_their_names() -> None:
 
 
 def test_instruments_that_are_missing_or_give_no_value_read_none_and_contaminate_nothing() -> None:
-    mute = ScriptedNvml(reasons=None, sm_clock_mhz=None, temperature_c=None, energy_mj=None)
+    mute = ScriptedNvml(reasons=None, sm_clock_mhz=None, energy_mj=None)
     for nvml, foreign in ((None, None), (mute.gpu(), ())):
         instruments = instruments_of(nvml)
         before, after = instruments.read(), with_busy_clocks(instruments.read(), [instruments.clocks()])
@@ -148,10 +147,10 @@ def test_of_the_busy_gpu_the_worst_clocks_count_and_the_rest_stays_as_it_was_rea
     after = replace(CLEAN, run_delays=delayed(3.0, 1.0).run_delays)
     busy = [
         Readings(),
-        Readings(clock_event_reasons=0x4, sm_clock_mhz=1500, temperature_c=70),
-        Readings(clock_event_reasons=0x40, sm_clock_mhz=1900, temperature_c=65),
+        Readings(clock_event_reasons=0x4, sm_clock_mhz=1500),
+        Readings(clock_event_reasons=0x40, sm_clock_mhz=1900),
     ]
-    worst = replace(after, clock_event_reasons=0x44, sm_clock_mhz=1500, temperature_c=70)
+    worst = replace(after, clock_event_reasons=0x44, sm_clock_mhz=1500)
     assert with_busy_clocks(after, busy) == worst
 
 

@@ -295,10 +295,9 @@ def test_the_gpu_is_read_while_it_is_busy_and_one_stretch_counts_for_the_block()
     nvml = ScriptedNvml(
         reasons=lambda: 0x1 if not clock.busy else POWER_CAP if 0 < clock.steps <= 12 else 0,
         sm_clock_mhz=lambda: 1500 if clock.busy else 345,
-        temperature_c=lambda: 70 if clock.busy else 60,
     )
     after = sampled(clock, replace(EFFORT, precision=0.0), nvml).kept.after
-    assert (after.clock_event_reasons, after.sm_clock_mhz, after.temperature_c) == (POWER_CAP, 1500, 70)
+    assert (after.clock_event_reasons, after.sm_clock_mhz) == (POWER_CAP, 1500)
 
 
 def test_energy_is_that_of_the_kept_block_alone_without_what_waited() -> None:
@@ -370,9 +369,8 @@ def measured(effort: Effort = EFFORT, nvml: ScriptedNvml | None = None, bench: B
 def test_a_measurement_carries_what_the_instruments_said(host: ScriptedHost) -> None:
     host.delay = lambda: 0.05
     energy_mj = lambda: 8_000 * host.clock.steps  # noqa: E731
-    nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, temperature_c=70, energy_mj=energy_mj)
+    nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, energy_mj=energy_mj)
     outcome = measured(WHOLE, nvml)
-    assert (outcome.clock_event_reasons, outcome.sm_clock_mhz, outcome.temperature_c) == (POWER_CAP, 1500, 70)
     assert (outcome.discarded, outcome.contaminated_by) == ((), ("power-cap",))
     assert outcome.energy_j_per_sample == pytest.approx(8.0 / 4)
     assert outcome.host_delay == pytest.approx(0.05)
@@ -381,7 +379,6 @@ def test_a_measurement_carries_what_the_instruments_said(host: ScriptedHost) -> 
 
 def test_a_bench_without_instruments_measures_all_the_same(host: ScriptedHost) -> None:
     outcome = measured()
-    assert (outcome.clock_event_reasons, outcome.sm_clock_mhz, outcome.temperature_c) == (None, None, None)
     assert (outcome.discarded, outcome.contaminated_by, outcome.energy_j_per_sample) == ((), (), None)
     assert outcome.host_delay is None
     assert outcome.step_ms == (10.0,) * 10
@@ -419,7 +416,7 @@ def test_a_search_looks_for_half_a_second_at_most_and_two_percent() -> None:
 def test_a_measurement_survives_the_journal_and_older_ones_have_the_usual_values(one: Measurement) -> None:
     written = json.loads(json.dumps(outcome_to_dict(one)))
     assert repr(outcome_from_dict(written)) == repr(one)  # NaN is not equal to itself
-    later = {"steady": True, "discarded": (), "contaminated_by": (), "sm_clock_mhz": None, "temperature_c": None}
+    later = {"steady": True, "discarded": (), "contaminated_by": ()}
     for name in (*later, "host_delay"):
         del written[name]
     older = replace(one, **later, host_delay=None)  # type: ignore[arg-type]  # fields by name

@@ -66,10 +66,9 @@ def recorded(workload: str, policy: str) -> StepProfile:
             us=ns / 1000,
             types=tuple(types),
             shapes=tuple(map(tuple, shapes)),
-            values=tuple(values),
             forward=forward,
         )
-        for number, (name, thread, start_ns, ns, forward, types, shapes, values) in enumerate(step["ops"])
+        for number, (name, thread, start_ns, ns, forward, types, shapes, _) in enumerate(step["ops"])
     )
     kernels = tuple(
         Kernel(name=step["kernel_names"][name], start_us=start_ns / 1000, us=ns / 1000, op=op, compute=compute)

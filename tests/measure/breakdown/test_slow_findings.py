@@ -12,7 +12,6 @@ from amptune.hardware.machine import Gpu
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.results.step_profile import (
     CastTime,
-    GroupedConvolution,
     LayoutTime,
     ModuleTime,
     OperationTime,
@@ -63,10 +62,6 @@ def unaligned(ms: float) -> tuple[UnalignedMatmul, ...]:
     return (UnalignedMatmul(module="head", op="addmm", m=8192, n=50257, k=768, count=1, ms=ms),)
 
 
-def grouped(groups: int, plain_ms: float) -> tuple[GroupedConvolution, ...]:
-    return (GroupedConvolution(module="conv", groups=groups, channels=256, ms=4.0, plain_ms=plain_ms),)
-
-
 def products(kind: Any, plain_ms: float, module: str = "body") -> tuple[ProductTime, ...]:
     return (ProductTime(module=module, kind=kind, plain_ms=plain_ms, slowest_plain="sgemm"),)
 
@@ -107,7 +102,6 @@ def test_nothing_is_said_of_a_healthy_step_but_where_its_time_goes() -> None:
         (BF16, {"layouts": layouts(3)}, "layout-transposes", "stem", 1.0, "fp32_modules"),
         (STOCK, {"layouts": layouts(3)}, "layout-transposes", "stem", 1.0, "channels_last"),
         (BF16, {"unaligned": unaligned(2.0)}, "unaligned-matmul", "head", 0.6, "with n = 50257: pad"),
-        (BF16, {"grouped": grouped(256, 3.0)}, "grouped-convolution", "conv", 2.25, "256 channels (depthwise); try ch"),
         (BF16, {"products": products("matmul", 5.0)}, "no-tensor-cores", "body", 0.0, "half precision gains little"),
         (STOCK, {"products": products("matmul", 5.0)}, "no-tensor-cores", "body", 3.75, "fp32_math: tf32, or auto"),
         (STOCK, {"products": products("convolution", 5.0)}, "no-tensor-cores", "body", 0.0, "for few channels"),
@@ -134,7 +128,6 @@ def test_a_fault_is_said_with_its_module_its_gain_and_the_ways_out(
         (BF16, {"gpu_busy_ms": 8.7, "host_ms": 9.9}),  # too little to say
         (BF16, {"layouts": layouts(64, ms=0.2)}),
         (BF16, {"unaligned": unaligned(0.3)}),
-        (BF16, {"grouped": grouped(32, 0.2)}),  # on tensor cores
         (amp_recipe("bf16", fused_optimizer=True), {"optimizer_ms": 2.0}),
     ],
 )
@@ -152,12 +145,6 @@ def test_what_costs_little_or_was_taken_care_of_is_not_said(policy: Policy, chan
 def test_advice_leaves_out_what_would_not_help(policy: Policy, changes: dict[str, Any], unsaid: str) -> None:
     (finding,) = found(policy, **changes).values()
     assert unsaid not in finding.message
-
-
-def test_a_convolution_in_groups_is_not_told_of_twice() -> None:
-    assert list(found(grouped=grouped(256, 3.0), products=products("convolution", 3.0, "conv"))) == [
-        "grouped-convolution"
-    ]
 
 
 def test_a_gpu_without_tensor_cores_is_told_what_half_precision_is_worth_there() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
-from itertools import count, product
+from itertools import count, islice, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,10 +21,8 @@ from amptune import Policy, Workload
 from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench import clocks
 from amptune.measure.bench.bench import Bench
-from amptune.measure.loop import feed, own_loop
 from amptune.measure.loop.feed import Epochs, LoaderFeed
-from amptune.measure.loop.own_loop import measure_in_loop, run_loop
-from amptune.measure.results.loop_timing import LoopTiming, limits_of
+from amptune.measure.loop.own_loop import measure_in_loop
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement
 from amptune.measure.workers import worker
 from amptune.policy.settings import STOCK, amp_recipe
@@ -62,8 +61,7 @@ class ScriptedTime:
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedTime:
     scripted = ScriptedTime()
-    for module in (own_loop, feed, clocks):
-        monkeypatch.setattr(module, "time", scripted)
+    monkeypatch.setattr(clocks, "time", scripted)
     return scripted
 
 
@@ -88,39 +86,17 @@ def workload_of(**more: Any) -> Workload:
     return any_workload(lambda: nn.Linear(8, 2), **{"loss": Steps(), **more})
 
 
-def looped(policy: Policy = STOCK, *, seconds: float = 0.05, **parts: object) -> LoopTiming:
-    return run_loop(Bench(workload_of(**parts), CPU), policy, seconds, warmup_s=0.0)
+TURN = Effort(warmup_s=0.0, measure_s=0.1, precision=-1.0, min_steps=6, max_steps=20, in_loop=True)
+
+
+def turn(policy: Policy = STOCK, **parts: object) -> Measurement:
+    outcome = measure_in_loop(Bench(workload_of(**parts), CPU), policy, TURN)
+    assert isinstance(outcome, Measurement), outcome
+    return outcome
 
 
 def dataset(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 8))
-
-
-def test_the_time_of_a_loop_is_that_of_its_batches_and_steps(scripted: ScriptedTime) -> None:
-    timing = looped(batch=scripted.batch_in(0.003), loss=Steps(scripted, 0.005), seconds=0.05)
-    assert (timing.source, timing.steps) == ("batch", 7)  # the first that end after 50 ms
-    assert timing.seconds == pytest.approx(7 * 0.008)
-    assert (timing.wall_ms, timing.wait_ms, timing.step_ms) == pytest.approx((8, 3, 5))
-    assert (timing.copy_ms, timing.idle_ms) == pytest.approx((0, 3))
-    assert (timing.host_ms, timing.busy_ms) == (timing.step_ms, None)
-    assert timing.samples_per_s == pytest.approx(BATCH / 0.008)
-
-
-@pytest.mark.parametrize(
-    ("policy", "seconds", "steps", "wait_ms"),
-    [(STOCK, 0.01, 1, 20), (STOCK, 0.29, 12, 20), (Policy(accumulate=2), 0.14, 3, 40)],
-)
-def test_a_slow_loader_is_waited_for_and_the_loop_ends_by_the_clock(
-    scripted: ScriptedTime, policy: Policy, seconds: float, steps: int, wait_ms: float
-) -> None:
-    loss = Steps(scripted, 0.005)
-    timing = looped(policy, loader=scripted.endless_in(0.02), loss=loss, seconds=seconds)
-    each = policy.accumulate
-    assert (timing.source, timing.steps) == ("loader", steps)
-    assert len(loss.sizes) == each * (steps + 1)  # and the warm-up's
-    assert (timing.wait_ms, timing.wait_share) == pytest.approx((wait_ms, 0.8))
-    assert timing.samples_per_s == pytest.approx(each * BATCH * steps / timing.seconds)
-    assert timing.input_bound
 
 
 def test_waiting_is_seen_by_the_real_clock_too() -> None:
@@ -129,30 +105,27 @@ def test_waiting_is_seen_by_the_real_clock_too() -> None:
             time.sleep(0.02)
             yield torch.randn(n, 8)
 
-    assert looped(loader=sleeping).wait_ms >= 20
+    assert turn(loader=sleeping).mean_ms >= 20
 
 
 @pytest.mark.parametrize("constant", [Named(torch.ones(BATCH, 8), torch.ones(BATCH)), [torch.ones(BATCH, 8), "a name"]])
 def test_constant_batches_arrive_as_they_are(constant: Any) -> None:
     loss = Steps()
-    assert looped(batch=lambda _: constant, loss=loss).steps >= 1
+    turn(batch=lambda _: constant, loss=loss)
     assert loss.types == {type(constant)}
 
 
 def test_a_step_of_the_users_own_is_looped_too() -> None:
-    assert looped(amp_recipe("bf16"), loss=None, step=step_of("backward step zero")).steps >= 1
+    assert turn(amp_recipe("bf16"), loss=None, step=step_of("backward step zero")).in_loop
 
 
 @pytest.mark.parametrize(
     ("policy", "sizes"), [(STOCK, [4, 4, 1]), (Policy(batch_size=6), [6, 3])], ids=["the workload's", "the policy's"]
 )
-def test_a_loader_that_ends_begins_again_and_its_last_batch_counts_as_what_it_holds(
-    policy: Policy, sizes: list[int]
-) -> None:
+def test_a_loader_that_ends_begins_again(policy: Policy, sizes: list[int]) -> None:
     loss = Steps()
-    timing = looped(policy, loss=loss, loader=lambda n: DataLoader(dataset(9), batch_size=n))
+    turn(policy, loss=loss, loader=lambda n: DataLoader(dataset(9), batch_size=n))
     assert loss.sizes == (sizes * len(loss.sizes))[: len(loss.sizes)]
-    assert timing.samples_per_s == pytest.approx(sum(loss.sizes[-timing.steps :]) / timing.seconds)
 
 
 def test_a_loader_that_is_an_iterator_is_built_again_for_each_epoch() -> None:
@@ -187,7 +160,7 @@ def test_worker_processes_feed_the_loop_over_several_epochs_and_end_with_it(pers
     )
     bench = Bench(workload_of(loader=lambda _: kept), CPU)
     for _ in range(2):  # the user's module keeps the loader, and so it must still work the second time
-        assert run_loop(bench, STOCK, 0.1, warmup_s=0.1).steps >= 1
+        assert isinstance(measure_in_loop(bench, STOCK, TURN), Measurement)
         assert all_processes_end()
     epochs = Epochs(bench.workload, BATCH, CPU)
     assert [len(next(epochs)) for _ in range(7)] == [BATCH] * 7
@@ -207,18 +180,21 @@ def raising_loss(*_: object) -> torch.Tensor:
     raise ValueError("not today")
 
 
+def feed_of(**parts: object) -> LoaderFeed:
+    return LoaderFeed(workload_of(**parts), BATCH, CPU, clocks.stopwatch_for(CPU))
+
+
 @FORKS
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
         ({"loader": lambda n: DataLoader(Raising(), n)}, r"loader\(4\) raised KeyError: .*no such sample: 0"),
         ({"loader": lambda n: DataLoader(Raising(), n, num_workers=1)}, r"loader\(4\) raised KeyError.*no such sample"),
-        ({"loss": raising_loss}, "the training loop raised ValueError: not today"),
     ],
 )
-def test_what_the_users_loader_or_step_raises_is_told_with_its_place(parts: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserCodeError, match=f"(?s){words}") as caught:
-        looped(**parts)
+def test_what_the_users_loader_raises_is_told_with_its_place(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserCodeError, match=f"(?s){words}") as caught, closing(feed_of(**parts)) as fed:
+        next(fed)
     assert "test_own_loop.py" in str(caught.value)
     assert all_processes_end()
 
@@ -237,62 +213,21 @@ ONCE = iter([torch.ones(BATCH, 8)] * 2)
     ],
 )
 def test_a_loader_that_is_none_is_a_clear_error(loader: Callable[[int], Iterable[Any]], words: str) -> None:
-    with pytest.raises(TargetError, match=rf"loader\(4\) {words}"):
-        looped(loader=loader, seconds=60.0)
+    with pytest.raises(TargetError, match=rf"loader\(4\) {words}"), closing(feed_of(loader=loader)) as fed:
+        list(islice(fed, 3))
 
 
-def test_samples_are_counted_along_their_axis_and_batches_without_one_as_whole() -> None:
-    timing = looped(
-        batch=lambda n: torch.randn(8, n),
-        loader=lambda n: [torch.randn(8, n), torch.randn(8, n - 2)],
-        loss=lambda model, batch: model(batch.T).square().mean(),
-    )
-    assert BATCH - 2 <= timing.samples_per_s * timing.seconds / timing.steps <= BATCH
-
-    def packed(n: int) -> torch.Tensor:
-        return torch.randn(10 * n, 8)
-
-    timing = looped(batch=packed, loader=lambda n: [packed(n)])
-    assert timing.samples_per_s == pytest.approx(BATCH * timing.steps / timing.seconds)
+@pytest.mark.parametrize("batch", [lambda n: torch.randn(8, n), lambda n: torch.randn(10 * n, 8)])
+def test_samples_may_stand_along_any_axis_or_be_packed(batch: Callable[[int], torch.Tensor]) -> None:
+    with closing(feed_of(batch=batch, loader=lambda n: [batch(n), batch(n - 2)])) as fed:
+        assert [next(fed).shape for _ in range(2)] == [batch(n).shape for n in (BATCH, BATCH - 2)]
 
 
 def test_the_loop_leaves_nothing_behind_for_the_next_trial() -> None:
     bench = Bench(workload_of(), CPU)
     before = measured(bench)
-    run_loop(bench, amp_recipe("bf16"), 0.01, warmup_s=0.0)
+    assert isinstance(measure_in_loop(bench, amp_recipe("bf16"), TURN), Measurement)
     assert measured(bench).losses[:3] == before.losses[:3]
-
-
-# 100 steps of 10 ms.
-FULL = LoopTiming(samples_per_s=3200, steps=100, seconds=1, wait_ms=0, copy_ms=0, step_ms=10, idle_ms=0, host_ms=2)
-WAITING = {"wait_ms": 4.5, "idle_ms": 3.8, "step_ms": 6.2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "code", "share", "said"),
-    [
-        (WAITING, "input-bound", 0.38, "persistent_workers=True, pin_memory=True, or"),
-        (WAITING | {"pinned": None}, "input-bound", 0.38, "persistent_workers=True, or"),
-        (WAITING | {"source": "batch"}, "input-bound", 0.38, "the workload has no loader"),
-        ({"copy_ms": 1.2, "step_ms": 8.8}, "copy-bound", 0.12, "on a side stream"),
-        ({"copy_ms": 1.2, "step_ms": 8.8, "pinned": False}, "copy-bound", 0.12, "DataLoader(pin_memory=True)"),
-        ({"idle_ms": 3.0, "step_ms": 7.0}, "host-bound", 0.3, "CUDA graphs"),
-        ({"busy_ms": 7.0, "host_ms": 9.8}, "host-bound", 0.3, "CUDA graphs"),
-        ({"busy_ms": 1.0, "host_ms": 8.5}, "host-bound", 0.9, "CUDA graphs"),  # faster then than in the loop
-        ({"busy_ms": 9.2, "host_ms": 9.5}, "host-bound", 0.08, "CUDA graphs"),
-        ({"wait_ms": 7.0}, None, 0.0, ""),  # while the device works it costs nothing
-        ({"busy_ms": 9.5, "host_ms": 2.0}, None, 0.0, ""),  # the device's clock was higher for a few steps
-        ({"busy_ms": 8.5, "host_ms": 8.5}, None, 0.0, ""),  # neither waits as far as one can tell
-    ],
-)
-def test_what_limits_a_loop_is_said_with_its_share_and_what_helps(
-    changes: dict[str, Any], code: str | None, share: float, said: str
-) -> None:
-    timing = replace(FULL, **changes)
-    found = [(finding.code, finding.figures["share"]) for finding in limits_of(timing)]
-    assert found == ([] if code is None else [(code, pytest.approx(share))])
-    assert timing.input_bound == (code == "input-bound")
-    assert all(said in str(finding) for finding in limits_of(timing))
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -300,76 +235,33 @@ def test_what_limits_a_loop_is_said_with_its_share_and_what_helps(
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def on_gpu(seconds: float = 1.0, policy: Policy = STOCK, **parts: object) -> LoopTiming:
-    bench = Bench(any_workload(**{"model": lambda: nn.Linear(8, 2), "loss": Steps(), **parts}), torch.device("cuda", 0))  # type: ignore[arg-type]
-    return run_loop(bench, policy, seconds)
-
-
-@pytest.mark.parametrize("policy", [STOCK, Policy(accumulate=2)])
-@pytest.mark.gpu
-@needs_gpu
-def test_a_large_step_keeps_the_gpu_at_work(policy: Policy) -> None:
-    held = torch.randn(1024, 4096).pin_memory()
-    timing = on_gpu(
-        policy=policy, model=lambda: nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))), batch_size=1024,
-        batch=lambda n: torch.randn(n, 4096), loader=lambda _: [held],
-    )  # fmt: skip
-    assert timing.pinned
-    assert timing.copy_ms + timing.step_ms > 0.95 * timing.wall_ms
-    assert timing.host_ms < timing.step_ms
-    assert timing.busy_ms == pytest.approx(timing.step_ms, rel=0.1)
-    assert timing.host_share == 0
+def on_gpu(**parts: object) -> None:
+    bench = Bench(workload_of(**parts), torch.device("cuda", 0))
+    assert isinstance(measure_in_loop(bench, STOCK, TURN), Measurement)
 
 
 @pytest.mark.gpu
 @needs_gpu
-def test_many_tiny_kernels_are_host_bound() -> None:
-    timing = on_gpu(model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))))
-    assert timing.busy_ms is not None
-    assert timing.busy_ms < timing.step_ms
-    assert timing.host_share > 0.1
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_pageable_batches_are_copy_bound_and_known_as_such() -> None:
-    held = torch.randn(4096, 8192)
-    timing = on_gpu(model=lambda: nn.Linear(8192, 8), batch_size=4096, batch=lambda _: held, loader=lambda _: [held])
-    assert not timing.pinned
-    assert timing.copy_share > 0.3
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_fresh_batches_are_pinned_on_a_gpu_and_keep_their_type() -> None:
+def test_batches_keep_their_type_on_a_gpu() -> None:
     loss = Steps()
-    timing = on_gpu(seconds=0.1, batch=lambda n: Named(torch.randn(n, 8), torch.randn(n)), loss=loss)
-    assert timing.pinned
+    on_gpu(batch=lambda n: Named(torch.randn(n, 8), torch.randn(n)), loss=loss)
     assert loss.types == {Named}
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_batches_made_on_the_gpu_need_no_copy() -> None:
-    timing = on_gpu(seconds=0.1, batch=lambda n: torch.randn(n, 8, device="cuda"))
-    assert timing.steps >= 1
+    on_gpu(batch=lambda n: torch.randn(n, 8, device="cuda"))
 
 
 # --- a turn of the loop -----------------------------------------------------------------------------------------------
 
-TURN = Effort(warmup_s=0.0, measure_s=0.1, precision=-1.0, min_steps=6, max_steps=20, in_loop=True)
 
-
-def turn(**parts: object) -> Measurement:
-    outcome = measure_in_loop(Bench(workload_of(**parts), CPU), STOCK, TURN)
-    assert isinstance(outcome, Measurement), outcome
-    return outcome
-
-
-def test_a_turn_of_the_loop_pays_for_waiting_and_says_how_much(scripted: ScriptedTime) -> None:
-    outcome = turn(loader=scripted.endless_in(0.02), loss=Steps(scripted, 0.005))
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_turn_of_the_loop_pays_for_waiting_and_says_how_much(scripted: ScriptedTime, accumulate: int) -> None:
+    outcome = turn(Policy(accumulate=accumulate), loader=scripted.endless_in(0.02), loss=Steps(scripted, 0.005))
     assert outcome.in_loop
-    assert outcome.mean_ms == pytest.approx(25.0)
+    assert outcome.mean_ms == pytest.approx(25.0 * accumulate)
     assert outcome.wait_share == pytest.approx(0.8, abs=0.03)  # the last step is not over
 
 

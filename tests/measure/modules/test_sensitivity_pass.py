@@ -38,8 +38,6 @@ def sensed(model: Model, shape: tuple[int, ...] = (8,), dtypes: tuple[Half, ...]
 
 
 def modules_of(found: Sensitivity) -> dict[str, ModuleSensitivity]:
-    """All modules of a model in which none is left out."""
-    assert found.left_out == {}
     return {module.path: module for module in found.modules}
 
 
@@ -50,7 +48,6 @@ def test_every_module_without_children_is_looked_at_in_the_order_of_the_calls() 
     found = sensed(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 4)), nn.LayerNorm(4)))
     assert list(modules_of(found)) == ["0", "1.0", "1.1", "2"]
     assert all(module.calls == 1 and set(module.half_ms) == set(BOTH) for module in found.modules)
-    assert found.step_ms > 0
     assert found.cast_ms_per_byte > 0
     assert list(modules_of(sensed(nn.Linear(8, 2)))) == [""]
 
@@ -186,22 +183,20 @@ def around(call: Callable[..., torch.Tensor]) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("model", "parts", "looked_at", "left_out", "why"),
+    ("model", "parts", "looked_at"),
     [
-        (FrozenBelow, IDS, ["head"], ["embedding", "aside"], "no gradient passes through it"),
-        (lambda: around(once_only), {}, ["0", "2"], ["1"], "RuntimeError: not a second time"),
-        (lambda: around(lambda _, x: x.mul_(3.0)), {}, ["0", "2"], ["1"], "inputs are written to"),
-        (WrittenToLater, {}, ["linear", "other"], ["drop"], "inputs are written to"),
+        (FrozenBelow, IDS, ["head"]),
+        (lambda: around(once_only), {}, ["0", "2"]),
+        (lambda: around(lambda _, x: x.mul_(3.0)), {}, ["0", "2"]),
+        (WrittenToLater, {}, ["linear", "other"]),
     ],
     ids=["no gradient", "raises", "writes into its input", "is written to later"],
 )
-def test_a_module_whose_figures_would_be_wrong_is_named_and_the_rest_goes_on(
-    model: Model, parts: dict[str, Any], looked_at: list[str], left_out: list[str], why: str
+def test_a_module_whose_figures_would_be_wrong_is_left_out_and_the_rest_goes_on(
+    model: Model, parts: dict[str, Any], looked_at: list[str]
 ) -> None:
     found = sensed(model, **parts)
     assert [module.path for module in found.modules] == looked_at
-    assert list(found.left_out) == left_out
-    assert all(why in words for words in found.left_out.values())
 
 
 def test_an_activation_in_place_is_looked_at_out_of_place() -> None:

@@ -19,7 +19,7 @@ import torch
 from pebble.common.types import CONSTS
 
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.results.loop_timing import LoopTiming
+from amptune.measure.results.outcome import Effort, Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers import processes
 from amptune.measure.workers.processes import WorkerProcess, stop_all
@@ -132,9 +132,8 @@ def test_a_loader_that_only_forked_processes_can_run_is_run(tmp_path: Path) -> N
     script = tmp_path / "lambdas.py"
     script.write_text(LOADER_OF_A_LAMBDA)
     with WorkerEvaluator(Source(target=f"{script}:workload"), "cpu", tmp_path / "log") as evaluator:
-        timing = evaluator.train(STOCK, 0.2, LIMIT_S)
-    assert isinstance(timing, LoopTiming), timing
-    assert timing.source == "loader"
+        outcome = evaluator.measure(STOCK, Effort(warmup_s=0.0, measure_s=0.0, time_limit_s=LIMIT_S, in_loop=True))
+    assert isinstance(outcome, Measurement), outcome
 
 
 def test_a_workers_start_is_timed_and_its_trials_look_for_no_garbage_in_all_that_was_imported(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.results.loop_timing import LoopTiming
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.training_runs import LossCurve
 from amptune.measure.workers.source import Source
@@ -62,13 +61,9 @@ def test_a_policy_is_timed_trained_long_and_looped(evaluator: WorkerEvaluator) -
     curve = evaluator.train_long(STOCK, 5, seed=0, seconds=LIMIT_S)
     assert isinstance(curve, LossCurve), curve
     assert len(curve.losses) == 5
-    timing = evaluator.train(STOCK, 0.2, LIMIT_S)
-    assert isinstance(timing, LoopTiming)
-    assert timing.steps >= 1
-    assert timing.source == "batch"
-    failure = evaluator.train(Policy(batch_size=how.RAISES), 0.2, LIMIT_S)
-    assert isinstance(failure, Failure)
-    assert failure.kind == "error"
+    looped = evaluator.measure_alone(STOCK, replace(QUICK, in_loop=True))
+    assert isinstance(looped, Measurement)
+    assert looped.in_loop
 
 
 MISBEHAVING = {
