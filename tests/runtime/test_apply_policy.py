@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ from loops import Net
 from torch import nn
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.settings import Fp32Rule, LossScale, Policy
+from amptune.policy.settings import Fp32Rule, Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.tuned import Tuned
 
 EVERYTHING = Policy(
     autocast="bf16",
@@ -49,33 +46,6 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         ],
         "backward": torch._functorch.config.backward_pass_autocast,
     }
-
-
-def train(tuned: Tuned, optimizer: torch.optim.Optimizer, steps: int = 4) -> list[float]:
-    """The training loop of the README."""
-    losses = []
-    for i in range(steps):
-        with tuned.autocast():
-            loss = tuned.model(tuned.batch(torch.randn(4, 3, 6, 6))).square().mean() / tuned.accumulate
-        tuned.scaler.scale(loss).backward()
-        if (i + 1) % tuned.accumulate == 0:
-            tuned.scaler.step(optimizer)
-            tuned.scaler.update()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("autocast", ["off", "bf16", "fp16"])
-def test_one_training_loop_serves_every_precision(autocast: Any) -> None:
-    torch.manual_seed(0)
-    model = Net()
-    with apply(Policy(autocast=autocast, accumulate=2, fused_optimizer=True), model) as tuned:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        assert tuned.optimizer(optimizer) is optimizer
-        assert optimizer.param_groups[0]["fused"] is True
-        losses = train(tuned, optimizer)
-    assert all(map(torch.isfinite, map(torch.tensor, losses)))
 
 
 def test_excluded_modules_run_in_fp32_and_the_others_in_half() -> None:
@@ -217,32 +187,6 @@ def test_lazy_weights_are_a_finding_where_the_policy_sets_their_layout() -> None
     assert finding.message.startswith("0.weight is not built yet and will not get memory_format channels_last: run a")
 
 
-def test_the_scaler_is_one_and_the_same_and_scales_as_the_policy_says() -> None:
-    with apply(Policy(autocast="fp16", loss_scale=LossScale(init=64)), Net()) as tuned:
-        assert tuned.scaler is tuned.scaler
-        assert tuned.scaler.get_scale() == 64
-
-
-@torch_s_own_deprecations
-def test_a_compiled_model_trains_with_the_eager_one_s_gradients() -> None:
-    """The default of torch.compile would run an excluded module's backward in bf16, 2e-3 off."""
-    torch.compiler.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    x = torch.randn(32, 64)
-    gradients = []
-    with apply(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="1"),)), model) as tuned:
-        for net in (tuned.model, torch.compile(tuned.model, backend="aot_eager", fullgraph=True)):
-            model.zero_grad()
-            with tuned.autocast():
-                loss = net(x).square().mean()
-            loss.backward()
-            gradient = model.get_parameter("1.weight").grad
-            assert gradient is not None
-            gradients.append(gradient.clone())
-    assert torch.equal(*gradients)
-
-
 @torch_s_own_deprecations
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_a_policy_that_compiles_gives_a_compiled_model_until_undone(mode: Any) -> None:
@@ -255,28 +199,3 @@ def test_a_policy_that_compiles_gives_a_compiled_model_until_undone(mode: Any) -
     tuned.undo()
     assert id(tuned.model) == id(model)
     assert state_of(model) == before
-
-
-def test_autocast_can_be_entered_inside_a_compiled_function() -> None:
-    torch.compiler.reset()
-    model = Net()
-    x = torch.randn(2, 3, 6, 6)
-    with apply(EVERYTHING, model) as tuned:
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            with tuned.autocast():
-                out: torch.Tensor = tuned.model(x)
-                return out
-
-        with torch.no_grad():
-            model.eval()
-            assert torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
-
-
-def test_what_training_imports_is_light() -> None:
-    program = (
-        "import sys; import amptune.runtime.apply_policy; "
-        "print([name for name in ('optuna', 'click', 'rich', 'pydantic', 'yaml') if name in sys.modules])"
-    )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"

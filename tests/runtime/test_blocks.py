@@ -228,16 +228,6 @@ def test_a_model_that_asks_if_it_is_recorded_does_the_same_while_it_is_rehearsed
     assert len(kinds) == compiled_first
 
 
-@pytest.mark.slow
-def test_blocks_are_compiled_by_pytorch_s_compiler() -> None:
-    model, x = Tower(8, 8), torch.randn(4, 8)
-    expected = model(x)
-    with apply(COMPILED, model) as tuned:
-        torch.testing.assert_close(tuned.model(x), expected)
-        tuned.model(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.blocks.parameters())
-
-
 def test_of_two_threads_the_last_to_end_puts_pytorch_s_own_answer_back() -> None:
     own = torch.cuda.is_current_stream_capturing
     first, second = as_if_recording(), as_if_recording()

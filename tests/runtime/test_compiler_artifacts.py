@@ -124,14 +124,6 @@ def counts_of_training(folder: Path, artifacts: Any) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.slow
-def test_training_that_does_not_ask_compiles(folder: Path) -> None:
-    counts = counts_of_training(folder, False)
-    assert counts["fxgraph_cache_miss"] == 2
-    assert counts["compiled_kernels"] > 0
-    assert "fxgraph_cache_hit" not in counts
-
-
 @pytest.mark.parametrize("artifacts", [True, "policy.yaml.artifacts", Path("policy.yaml.artifacts")])
 def test_what_fits_is_loaded_without_a_word(folder: Path, net: nn.Module, artifacts: Any) -> None:
     artifacts = artifacts if artifacts is True else folder / artifacts

@@ -103,29 +103,25 @@ def test_it_rounds_otherwise_and_makes_another_graph() -> None:
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is for a machine without a GPU")
-def test_without_a_gpu_it_is_refused_and_the_model_unchanged() -> None:
+@pytest.mark.parametrize(
+    ("capability", "why"),
+    [
+        (None, r"float8_modules: FP8 needs a GPU of compute capability 8\.9 or more, and"),
+        ((8, 0), r"capability 8\.9 or more, and this one has 8\.0"),
+        ((9, 0), r"FP8 needs torchao \(.*pip install 'amptune\[float8\]'"),
+    ],
+    ids=["no GPU", "before Ada", "no torchao"],
+)
+def test_it_is_refused_without_a_gpu_that_has_it_or_torchao(
+    capability: tuple[int, int] | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     model = built()
-    with pytest.raises(
-        PolicyApplyError, match=r"float8_modules: FP8 needs a GPU of compute capability 8\.9 or more, and"
-    ):
+    with pytest.raises(PolicyApplyError, match=why):
         amptune.apply(MLPS, model)
     assert in_float8(model) == []
-
-
-def test_a_gpu_before_ada_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(PolicyApplyError, match=r"capability 8\.9 or more, and this one has 8\.0"):
-        amptune.apply(MLPS, built())
-
-
-def test_without_torchao_the_error_has_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(PolicyApplyError, match=r"FP8 needs torchao \(.*pip install 'amptune\[float8\]'"):
-        amptune.apply(MLPS, built())
 
 
 def test_a_rule_without_a_linear_is_an_error() -> None:

@@ -39,35 +39,40 @@ def paths(model: nn.Module, *rules: Fp32Rule) -> list[str]:
     return [selected.path for selected in select(model, rules)]
 
 
+BOTH_NORMS, BOTH_CONVS = ["blocks.0.norm", "blocks.1.norm"], ["blocks.0.conv", "blocks.1.conv"]
+
+
 @pytest.mark.parametrize(
-    ("pattern", "expected"),
+    ("rules", "expected"),
     [
-        ("blocks.0.conv", ["blocks.0.conv"]),
-        ("blocks.*.norm", ["blocks.0.norm", "blocks.1.norm"]),
-        ("blocks.*", ["blocks.0", "blocks.1"]),
-        ("**.norm", ["blocks.0.norm", "blocks.1.norm"]),
-        ("**.blocks.**.conv", ["blocks.0.conv", "blocks.1.conv"]),
-        ("heads.b.**", ["heads.b"]),
-        ("heads.b.*", ["heads.b.0", "heads.b.1"]),
-        ("blocks.0.no*", ["blocks.0.norm"]),
-        ("**", [""]),
-        ("*", ["blocks.0", "blocks.1", "heads.a", "heads.b"]),
+        *[
+            ([Fp32Rule(path=pattern)], expected)
+            for pattern, expected in (
+                ("blocks.0.conv", ["blocks.0.conv"]),
+                ("blocks.*.norm", BOTH_NORMS),
+                ("blocks.*", ["blocks.0", "blocks.1"]),
+                ("**.norm", BOTH_NORMS),
+                ("**.blocks.**.conv", BOTH_CONVS),
+                ("heads.b.**", ["heads.b"]),
+                ("heads.b.*", ["heads.b.0", "heads.b.1"]),
+                ("blocks.0.no*", ["blocks.0.norm"]),
+                ("**", [""]),
+                ("*", ["blocks.0", "blocks.1", "heads.a", "heads.b"]),
+                ("blocks", ["blocks.0", "blocks.1"]),  # a container without a forward stands for its children
+                ("heads", ["heads.a", "heads.b"]),
+            )
+        ],
+        ([Fp32Rule(type="BatchNorm2d")], BOTH_NORMS),
+        ([Fp32Rule(type="_BatchNorm")], BOTH_NORMS),
+        ([Fp32Rule(type="Net")], [""]),
+        ([Fp32Rule(type="ModuleDict")], ["heads.a", "heads.b"]),
+        ([Fp32Rule(path=path) for path in ("blocks.0", *BOTH_CONVS)], ["blocks.0", "blocks.1.conv"]),
     ],
 )
-def test_a_path_is_exact_or_a_pattern_of_whole_names(pattern: str, expected: list[str]) -> None:
-    assert paths(Net(), Fp32Rule(path=pattern)) == expected
-
-
-def test_a_type_is_the_name_of_the_class_or_of_a_base() -> None:
-    assert paths(Net(), Fp32Rule(type="BatchNorm2d")) == ["blocks.0.norm", "blocks.1.norm"]
-    assert paths(Net(), Fp32Rule(type="_BatchNorm")) == ["blocks.0.norm", "blocks.1.norm"]
-    assert paths(Net(), Fp32Rule(type="Net")) == [""]
-
-
-def test_a_container_without_a_forward_stands_for_its_children() -> None:
-    assert paths(Net(), Fp32Rule(path="blocks")) == ["blocks.0", "blocks.1"]
-    assert paths(Net(), Fp32Rule(path="heads")) == ["heads.a", "heads.b"]
-    assert paths(Net(), Fp32Rule(type="ModuleDict")) == ["heads.a", "heads.b"]
+def test_rules_select_by_patterns_of_whole_names_and_by_classes_and_their_bases(
+    rules: list[Fp32Rule], expected: list[str]
+) -> None:
+    assert paths(Net(), *rules) == expected
 
 
 def test_containers_within_containers_are_expanded_to_what_runs() -> None:
@@ -76,11 +81,6 @@ def test_containers_within_containers_are_expanded_to_what_runs() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.extra = plain
     assert paths(model, Fp32Rule(path="extra")) == ["extra.inner.0.0"]
-
-
-def test_what_runs_inside_a_selected_module_is_covered_by_it() -> None:
-    rules = (Fp32Rule(path="blocks.0"), Fp32Rule(path="blocks.0.conv"), Fp32Rule(path="blocks.1.conv"))
-    assert paths(Net(), *rules) == ["blocks.0", "blocks.1.conv"]
 
 
 def test_the_first_rule_that_names_a_module_decides() -> None:

@@ -59,13 +59,6 @@ def test_a_disabled_scaler_takes_the_state_of_one_that_scales() -> None:
     assert scaler.state_dict() == {}
 
 
-def test_a_full_state_is_loaded() -> None:
-    saved = used_scaler(Policy(autocast="fp16", loss_scale=LossScale(init=64))).state_dict()
-    scaler = scaler_for(Policy(autocast="fp16"), "cpu")
-    scaler.load_state_dict(saved)
-    assert scaler.state_dict() == saved
-
-
 O3 = Policy(weights="half")
 O2 = Policy(weights="half", master_weights=True)
 
@@ -144,33 +137,6 @@ def test_gradients_in_half_are_unscaled_where_the_weights_are() -> None:
         assert model.weight.grad is not None
         assert model.weight.grad.dtype is torch.float16
         assert model.weight.grad.tolist() == [[1.0, 1.0]]
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("policy", [Policy(), Policy(autocast="bf16"), Policy(autocast="fp16"), O2], ids=str)
-def test_tuned_step_is_the_recipe_written_out(policy: Policy, clip: float | None) -> None:
-    def trained(*, by_hand: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        with apply(policy, model, guard=True) as tuned:
-            optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
-            for _ in range(3):
-                with tuned.autocast():
-                    loss = tuned.model(torch.randn(8, 4).to(model.weight.dtype)).float().square().mean()
-                tuned.scaler.scale(loss).backward()
-                if not by_hand:
-                    tuned.step(optimizer, clip=clip)
-                else:
-                    if clip is not None:
-                        tuned.scaler.unscale_(optimizer)
-                        nn.utils.clip_grad_norm_(model.parameters(), clip)
-                    tuned.scaler.step(optimizer)
-                    tuned.scaler.update()
-                optimizer.zero_grad()
-            assert not [one for one in tuned.findings if "clip" in one.code or "step" in one.code]
-        return [part.detach().clone() for part in model.parameters()]
-
-    torch.testing.assert_close(trained(by_hand=False), trained(by_hand=True), rtol=0, atol=0)
 
 
 def test_a_copy_of_the_scaler_has_the_same_maximum() -> None:

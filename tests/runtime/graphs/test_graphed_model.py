@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,7 +32,6 @@ from recorded_training import (
 )
 from taped import TapeRecorder
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import Policy
@@ -59,18 +57,6 @@ def test_training_is_bit_for_bit_that_of_the_plain_model(step: Step, sizes: list
     called = require_same_training(Net, step, sizes)
     assert not said
     assert called.unused.weight.grad is None  # it has no part in the loss
-
-
-def test_the_forward_is_run_to_record_it_and_then_now_and_again() -> None:
-    model = built()
-    called = graphed(model)
-    trained(model, called, plain_step, [4])
-    assert len(forwards.shapes()) == 1
-    trained(model, called, plain_step, [4])
-    once = len(forwards.shapes())
-    trained(model, called, plain_step, [4] * 31)
-    assert len(forwards.shapes()) == once + len([2, 4, 8, 16, 32])  # compared with the model
-    called.recordings.require_some()
 
 
 def test_another_shape_is_recorded_when_it_comes_again_and_only_so_many_are() -> None:
@@ -136,25 +122,6 @@ class Hooked(Net):
     def __init__(self) -> None:
         super().__init__()
         self.head.register_forward_hook(partial(print, end="", file=io.StringIO()))
-
-
-class Broken(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.mean().item() > 0:  # works on a CPU; on a GPU the host must not wait while a graph is recorded
-            raise ValueError("not this batch")
-        return x * self.weight
-
-
-def test_an_error_of_the_model_is_raised_by_the_model() -> None:
-    called = graphed(Broken())
-    called(-torch.ones(2, 3)).sum().backward()
-    with pytest.raises(ValueError, match="not this batch"):
-        called(torch.ones(2, 3))
-    assert "raises ValueError (not this batch)" in said[0].message
 
 
 class Keyed(nn.Module):
@@ -322,29 +289,6 @@ def without_cache(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.T
 def test_gradients_are_summed_in_the_precision_of_the_plain_model(make: Callable[[], nn.Module], step: Step) -> None:
     require_same_training(make, step)
     assert not said
-
-
-class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_gradients_in_half_are_cast_all_at_once() -> None:
-    model = built(Tied)
-    called = graphed(model)
-    trained(model, called, in_bf16, [4] * 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = called(batch(0)).square().mean()
-    with Counted() as counted:
-        loss.backward()
-    assert counted.operations["_foreach_copy_"] == 1
-    assert not counted.operations["_to_copy"]
-    assert model.linear.weight.grad.dtype is torch.float32
 
 
 @pytest.mark.skipif(not CAN_DIFFER, reason="needs gradients of another dtype than their weight, which torch 2.10 has")

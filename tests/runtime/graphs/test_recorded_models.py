@@ -147,35 +147,6 @@ def test_weights_are_trained_wherever_they_are_kept(make: Callable[[], nn.Module
     assert len(called.recordings) == (0 if reason else 1)
 
 
-class Looking(Net):
-    """Does otherwise once its head has a gradient."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        gradient = self.head.weight.grad
-        return super().forward(x) * (1.0 if gradient is None else gradient.abs().sum())
-
-
-def test_a_gradient_that_is_there_is_no_constant() -> None:
-    require_same_gradients(Looking, backward_of_squares)
-    assert "uses a tensor that is none of its inputs, weights and buffers" in said[0].message
-
-
-class Twice(Net):
-    def forward(self, x: torch.Tensor) -> Any:
-        out = super().forward(x)
-        return {"logits": out, "kept": [out]}
-
-
-def test_an_output_that_is_given_twice_stays_one() -> None:
-    def backward(called: Any, seed: int) -> None:
-        outputs = called(batch(seed))
-        assert outputs["logits"] is outputs["kept"][0]
-        (outputs["logits"] * outputs["kept"][0]).mean().backward()
-
-    require_same_gradients(Twice, backward)
-    assert not said
-
-
 class TwoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -119,14 +119,6 @@ def test_a_recorded_step_trains_as_the_recipe_does(policy: Policy, make: Make, c
     assert all(weight.grad is None for weight in recorded.model.parameters()) or policy.accumulate > 1
 
 
-def test_the_model_itself_runs_at_compared_calls_alone() -> None:
-    training = Training(STEP)
-    training.go([4] * 40)
-    # the first, five to record and to know how exact passes are, and calls 1, 2, 4, 8, 16, 32 of the recording
-    assert len(recorded_training.forwards.shapes()) == 1 + 5 + 6
-    assert training.updates == 39 - 6
-
-
 def test_each_shape_has_a_recording_and_an_update() -> None:
     recorded, plain = both(STEP)
     for training in (recorded, plain):
@@ -345,17 +337,6 @@ def test_steps_of_a_workload_are_recorded() -> None:
     assert step._train.updates > 0
 
 
-class Deep(recorded_training.Net):
-    """What it depends on lies deeper than is looked at before each replay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = {"head": {"factor": 2.0}}
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x) * self.config["head"]["factor"]
-
-
 def test_a_batch_that_is_never_recorded_is_told_of_and_passes_are_recorded() -> None:
     def loss(model: nn.Module, given: set[torch.Tensor]) -> torch.Tensor:
         (x,) = given
@@ -369,20 +350,6 @@ def test_a_batch_that_is_never_recorded_is_told_of_and_passes_are_recorded() -> 
     assert "the training step of Net gets more in its batch than tensors on the GPU" in str(tuned.findings[-1])
     called: Any = tuned.model
     assert called.recordings.calls == 5
-
-
-def test_a_difference_ends_the_recording_and_passes_are_recorded_on() -> None:
-    model = built(Deep)
-    tuned = applied(STEP, model)
-    train: Any = tuned.training_step(loss_of, ADAM(model.parameters()))
-    for seed in range(20):
-        if seed == 6:
-            model.config["head"]["factor"] = 3.0
-        train(batch(seed))
-    assert any("replays of the training step of Deep differ from the model" in str(one) for one in tuned.findings)
-    assert train.recordings.is_over
-    called: Any = tuned.model
-    assert called.recordings.calls > 0
 
 
 def test_a_loop_without_a_training_step_is_told_once_what_it_misses() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ import amptune
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.guard import step_watch
-from amptune.runtime.guard.guard import WATCHED_STEPS
+from amptune.runtime.guard.step_watch import WATCHED_STEPS, StepWatch
 from amptune.runtime.scaler import PolicyScaler
 from amptune.runtime.tuned import Tuned
 
@@ -28,10 +30,12 @@ torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarnin
 
 
 @pytest.fixture(autouse=True)
-def _no_other_watch() -> None:
-    """Ends those of models that other tests dropped without undoing their policies."""
-    for watch in list(step_watch._watches):
+def _no_other_watch() -> Iterator[None]:
+    """Ends those of models that other tests dropped without undoing their policies, and hides hooks of others."""
+    for watch in [*step_watch._watches, StepWatch(Policy(), nn.Linear(1, 1), lambda: None)]:
         watch.remove()
+    with patch.dict(_global_optimizer_pre_hooks, clear=True):
+        yield
 
 
 def hooks_for(model: nn.Module) -> tuple[int, int]:

@@ -178,17 +178,6 @@ def test_the_model_takes_and_gives_fp32(applied: tuple[nn.Sequential, Tuned]) ->
     assert torch.equal(model(x), model(x.half()))
 
 
-def test_o2_keeps_batchnorm_and_o3_does_not() -> None:
-    def in_half(policy: Policy) -> set[str]:
-        with apply(policy, net()) as tuned:
-            named = [*tuned.model.named_parameters(), *tuned.model.named_buffers()]
-            return {name for name, tensor in named if tensor.dtype is torch.float16}
-
-    weights = {f"{layer}.{name}" for layer in (0, 4, 5, 6) for name in ("weight", "bias")}
-    assert in_half(O2) == weights
-    assert in_half(O3) == weights | {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var")}
-
-
 def test_modules_that_stay_in_fp32_give_half_to_those_behind_them() -> None:
     model = net()
     seen = []
@@ -315,24 +304,6 @@ def test_what_is_written_to_a_state_dict_counts(applied: tuple[nn.Sequential, Tu
         assert torch.equal(parameter, expected[name].to(parameter.dtype))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_raises_leaves_an_optimizer_that_works(fused: bool) -> None:
-    model = net()
-    with apply(replace(O2, fused_optimizer=fused), model) as tuned:
-        optimizer = tuned.optimizer(adamw(model.parameters()))
-        train(tuned, optimizer, batches(2))
-        handle = optimizer.register_step_pre_hook(_raise)
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step()
-        handle.remove()
-        assert all(loss > 0 for loss in train(tuned, optimizer, batches(2)))
-        assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
-
-
-def _raise(*_: Any) -> None:
-    raise ZeroDivisionError
-
-
 class Failing(torch.optim.SGD):
     """Raises in the middle of a step if it is told to: the first parameter is updated, the others are not."""
 
@@ -374,19 +345,6 @@ def test_a_step_that_raises_half_way_leaves_weights_that_are_their_masters_round
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_undo_gives_the_optimizer_its_own_step_back(scheduled: bool) -> None:
-    model = net()
-    optimizer = momentum(model.parameters())
-    if scheduled:
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    own = dict(vars(optimizer))
-    with apply(STATIC, model) as tuned:
-        tuned.optimizer(optimizer)
-        assert optimizer.step is not own.get("step")
-    assert vars(optimizer).get("step") is own.get("step")
-
-
 def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
     losses = {}
     for fused in (False, True):
@@ -401,20 +359,6 @@ def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def test_a_plain_checkpoint_trains_on_exactly_as_if_there_had_been_no_break() -> None:
-    model, again = net(), net(seed=1)
-    with apply(O2, model) as tuned, apply(O2, again) as other:
-        optimizer, second = tuned.optimizer(adamw(model.parameters())), other.optimizer(adamw(again.parameters()))
-        train(tuned, optimizer, batches(5))
-        train(other, second, batches(2))
-        again.load_state_dict(state(model))
-        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        other.scaler.load_state_dict(tuned.scaler.state_dict())
-        assert same(state(again), state(model))
-        assert train(other, second, batches(5)) == train(tuned, optimizer, batches(5))
-        assert same(state(again), state(model))
 
 
 def test_without_masters_a_checkpoint_has_the_rounded_weights_in_fp32() -> None:
@@ -606,25 +550,6 @@ def test_a_model_in_half_already_is_refused() -> None:
 
 
 # --- by name -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "optimizer, to zero", "model"])
-def test_gradients_are_cleared_by_optimizer_and_model_alike(clear: str, applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, tuned = applied
-    optimizer = tuned.optimizer(adamw(model.parameters()))
-    train(tuned, optimizer, batches(2))
-    loss_of(model, batches(1)[0]).backward()
-    model.zero_grad() if clear == "model" else optimizer.zero_grad(set_to_none=clear == "optimizer")
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
-def test_the_optimizer_holds_the_models_own_parameters_between_steps(applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, tuned = applied
-    optimizer = tuned.optimizer(adamw(model.parameters()))
-    train(tuned, optimizer, batches(2))
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
-    assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
-    assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
 
 
 def test_an_optimizer_with_masters_goes_when_nobody_holds_it() -> None:
