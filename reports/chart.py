@@ -129,11 +129,16 @@ def step_ms(rounds: Sequence[Mapping[str, Any]], policy: Mapping[str, Any]) -> f
     return statistics.geometric_mean(outcome.mean_ms for outcome in outcomes if isinstance(outcome, Measurement))
 
 
+def _across(axis: Axis, value: float) -> float:
+    """Returns where a value stands between the left and the right end of the chart."""
+    return LEFT + axis.place(value) / 100.0 * (RIGHT - LEFT)
+
+
 def drawn(found: Sequence[Result]) -> str:
     """Returns the chart as SVG."""
     end = ROWS + ROW * len(found)
     high = max(speed for result in found for speed in result.speeds.values())
-    axis = Axis(label="", low=0, high=high, start=LEFT, end=RIGHT, step=1)
+    axis = Axis(label="", low=0, high=high, step=1)
     rows = [part for place, result in enumerate(found) for part in _row(result, ROWS + ROW * place, axis)]
     captions = [_text(MARGIN, end + 20 + LINE * i, line, "soft") for i, line in enumerate(captions_of(found))]
     size = f'viewBox="0 0 {WIDTH} {end + 8 + LINE * len(captions)}"'
@@ -179,7 +184,7 @@ def _head(found: Sequence[Result]) -> Iterator[str]:
 def _grid(axis: Axis, end: float) -> Iterator[str]:
     """Yields a line and a number for each multiple of stock PyTorch's speed."""
     for tick in axis.ticks[1:]:
-        x, kind, words = axis.place(tick), *(("stock", "stock PyTorch = ") if tick == 1 else ("grid", ""))
+        x, kind, words = _across(axis, tick), *(("stock", "stock PyTorch = ") if tick == 1 else ("grid", ""))
         yield f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{TICKS + 6}" y2="{end}"/>'
         yield _text(x + 13, TICKS, f"{words}{axis.text(tick)}×", "soft", "end")
 
@@ -190,12 +195,12 @@ def _row(result: Result, top: float, axis: Axis) -> Iterator[str]:
     sized = f'{name} <tspan class="soft">{size}</tspan>' if size else name
     yield f'<text class="name" x="{LEFT - 12}" y="{top + 22}" text-anchor="end">{sized}</text>'
     for contender, (_, below, height) in CONTENDERS.items():
-        at = f'x="{LEFT}" y="{top + below}" width="{axis.place(result.speeds[contender]) - LEFT:.1f}"'
+        at = f'x="{LEFT}" y="{top + below}" width="{_across(axis, result.speeds[contender]) - LEFT:.1f}"'
         yield f'<rect class="{_class(contender)}" {at} height="{height}"/>'
     note = (
         ' <tspan class="soft" dx="4">nothing faster was found: stock PyTorch is kept</tspan>' if result.is_stock else ""
     )
-    at = f'x="{axis.place(result.speeds["amptune"]) + 8:.1f}" y="{top + 15}"'
+    at = f'x="{_across(axis, result.speeds["amptune"]) + 8:.1f}" y="{top + 15}"'
     yield f'<text class="value" {at}>{result.speeds["amptune"]:.1f}×{note}</text>'
 
 

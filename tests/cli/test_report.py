@@ -154,12 +154,6 @@ def test_the_same_study_is_tuned_for_memory(folder: Path) -> None:
     assert json.loads(last.stdout)["least_speed"] == 0.5
 
 
-@pytest.mark.parametrize("objective", ["throughput", "memory"])
-def test_a_study_answers_for_an_objective_without_measuring(folder: Path, objective: str) -> None:
-    done = run("report", ".amptune/train.py-small", "--objective", objective, folder=folder)
-    assert done.stdout.splitlines()[0].endswith(f", for {objective}")
-
-
 def test_a_study_whose_baseline_failed_gets_a_page_and_no_answer(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WORKLOADS)
     out_of_memory = Machine(interfere=lambda _: Failure(kind="oom", message="no memory"))

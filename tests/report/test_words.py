@@ -97,7 +97,7 @@ def test_what_the_recorded_page_does_not_show_is_explained_too() -> None:
     said = explain(PolicyFile(policy=amp_recipe("bf16"), evidence=evidence, valid_for={"torch": "2.11"}))
     assert "Why not fp16; stock PyTorch: behind by 20.0%." in said
     assert said[-1].endswith("batch size. Tuned on 2026-11-21.")
-    for_memory = {"objective": "memory", "least_speed": 0.9, "speedup": 1.0, "gain": 1.0}
+    for_memory: Any = {"objective": "memory", "least_speed": 0.9, "speedup": 1.0, "gain": 1.0}
     kept = "\n".join(explain(PolicyFile(policy=STOCK, evidence=for_memory)))
     assert "no policy was shown to use less memory at 0.9 times the baseline's throughput." in kept
 
