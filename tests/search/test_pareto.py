@@ -5,17 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from measurements import took
 
-from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.pareto import ParetoPoint, best_point, front_of, points_of, spread_along
-from amptune.search.gate.judgements import Judgements
-from amptune.search.sampler.records import GateRecord
-from amptune.search.table.effects import GPU
+from amptune.policy.settings import Policy
+from amptune.search.decide.pareto import ParetoPoint, best_point, front_of, spread_along
 from amptune.search.table.objective import THROUGHPUT, Objective
-from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import verdict_of
 
 # Few different values, so that many are equal.
 figures = st.floats(min_value=1e-3, max_value=1e6) | st.sampled_from([1.0, 2.0, 3.0, 4.0])
@@ -67,23 +60,6 @@ def test_a_point_survives_the_file_to_four_digits(one: ParetoPoint) -> None:
     assert (read.policy, read.judged) == (one.policy, one.judged)
     assert (read.energy_j_per_sample is None) == (one.energy_j_per_sample is None)
     assert read.figures == pytest.approx({name: getattr(one, name) for name in read.figures}, rel=1e-3)
-
-
-def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_newest_counts() -> None:
-    outcomes: list[tuple[Policy, Measurement | Failure]] = [
-        (STOCK, took()),
-        (amp_recipe("fp16"), took(1.0)),
-        (amp_recipe("bf16"), Failure(kind="oom", message="")),
-        (STOCK, took(16.0)),  # another worker's
-    ]
-    trials = [Trial(number=i, policy=policy, outcome=of, seconds=1.0) for i, (policy, of) in enumerate(outcomes)]
-    verdict = verdict_of([trial.row for trial in trials], STOCK, GPU)
-    assert verdict is not None
-    none: Judgements[GateRecord] = Judgements(STOCK)
-    rejects = none.also(GateRecord(policy=amp_recipe("fp16"), passes=False, used=2.0, words=""))
-    (one,) = points_of(trials, verdict, rejects)
-    assert (one.policy, one.judged) == (STOCK, True)
-    assert one.samples_per_s == pytest.approx(2000.0)
 
 
 FAST, SMALL, THRIFTY = point(200.0, 900.0, 2.0), point(80.0, 300.0, 1.9), point(120.0, 700.0, 1.0)
