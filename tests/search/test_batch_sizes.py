@@ -182,11 +182,3 @@ def test_memory_that_a_policy_frees_is_told_beside_it(
     assert [finding.figures for finding in found] == [{"freed_mib": 2000.0, "peak_memory_mib": 3000.0}][: len(found)]
     codes = [finding["code"] for finding in decision.policy_file.evidence["findings"]]
     assert codes.count("memory-freed") == len(found)
-
-
-def test_memory_is_no_reason_to_keep_what_one_has(tmp_path: Path) -> None:
-    evaluator = Ticking("resnet50", noise=0.002, true_ms=lambda policy: 10.0 if policy == Policy() else 20.0)
-    evaluator.peak_mib = lambda policy: 5000.0 if policy == Policy() else 1000.0
-    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock, trials=6), lambda _: None)
-    assert decision.verdict.keeps_the_baseline
-    assert "memory-freed" not in {finding.code for finding in decision.findings}
