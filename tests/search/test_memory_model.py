@@ -152,41 +152,6 @@ def test_from_one_run_another_arm_helps() -> None:
     assert fit.least_slope < 6000 / 64 < fit.most_slope < 1.2 * 6000 / 64
 
 
-@pytest.mark.parametrize(
-    ("limit_mib", "fixed", "peaks", "least", "likely", "most"),
-    [
-        # ResNet-50 limited to 7 GiB: its own batch pressed already, and 158 ran.
-        (
-            7168.0,
-            WEIGHTS,
-            {128: (5949.9, 7100.0, 2), 133: (6155.9, 6862.0, 2), 143: (6595.3, 7116.0, 2)},
-            143,
-            154,
-            158,
-        ),
-        # BERT-base limited to 20 GiB: 57 would fit by what is in use, 46 ran in what was free; 50 is right.
-        (
-            20_480.0,
-            FixedPart.of_weights(110_000_000),
-            {16: (6766.8, 7484.0, 0), 42: (15281.0, 18332.0, 0), 46: (16589.1, 20020.0, 0)},
-            46,
-            50,
-            99,
-        ),
-    ],
-)
-def test_what_is_likely_to_fit_on_an_h200_is_about_what_ran(
-    limit_mib: float, fixed: FixedPart, peaks: dict[int, tuple[float, float, int]], least: int, likely: int, most: int
-) -> None:
-    """Peaks that workspaces made room for tell where there are no others; a part of what is not in use is lost."""
-    outcomes = ((STOCK, n, measured(used, held, retries=times)) for n, (used, held, times) in peaks.items())
-    fit = MemoryModel(limit_mib=limit_mib, fixed=fixed).with_outcomes(outcomes).fit(STOCK)
-    assert fit is not None
-    assert not fit.has_workspaces
-    assert fit.anchor.batch_size == fit.largest_run == max(peaks)
-    assert least <= fit.surely <= likely <= fit.likely <= most
-
-
 def test_workspaces_that_another_arm_does_without_may_give_way() -> None:
     """DeepLabV3+ at 4 samples in TF32: 6.6 GB, with cudnn.benchmark 72.6 GB; what fits is decided by the former."""
     searching = Policy(cudnn_benchmark=True)
