@@ -51,7 +51,6 @@ def lost(verdict: Verdict, policy: Policy) -> str:
 
 COMPILED = Policy(autocast="bf16", compile="reduce-overhead", fused_optimizer=True)
 RECORDED = Policy(autocast="bf16", cuda_graphs=True)
-OUTSIDE = {BF16_LAST: "not as good as FP32"}
 
 
 @pytest.mark.parametrize(
@@ -80,31 +79,6 @@ def test_a_policy_that_is_not_shown_to_be_better_does_not_win_for_being_simpler(
     verdict = decided(rows, GPU)
     assert verdict.winner.policy == best
     assert "not shown to be better than the baseline" in lost(verdict, doubted)
-
-
-def test_a_barred_policy_cannot_win_or_lead_or_leave_anything_open() -> None:
-    rows = in_turn({STOCK: [10.0] * 3, BF16_LAST: [5.0] * 3, BF16: [6.0] * 3})
-    verdict = decided(rows, GPU, bar=OUTSIDE.get)
-    assert verdict.leader == verdict.winner
-    assert verdict.winner.policy == BF16
-    assert verdict.contenders[0].policy == BF16_LAST, "its figures are still told"
-    assert lost(verdict, BF16_LAST) == "not as good as FP32"
-    alone = decided(in_turn({STOCK: [10.0] * 3, BF16_LAST: [5.0] * 3, FP16: [20.0] * 3}), GPU, bar=OUTSIDE.get)
-    assert (alone.keeps_the_baseline, alone.confidence) == (True, "confirmed")
-    assert decided(in_turn({STOCK: [10.0] * 3, BF16_LAST: [5.0] * 3}), GPU, bar=OUTSIDE.get).leader is None
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_policy_that_failed_once_cannot_win_whenever_that_was(at: int) -> None:
-    rows = in_turn({STOCK: [10.0] * 3, BF16: [5.0] * 3, FP16: [8.0] * 3})
-    rows.insert(at * 3, row(BF16, OOM, launch="search"))
-    verdict = decided(rows, GPU)
-    assert verdict.winner.policy == FP16
-    assert verdict.contenders[-1].policy == BF16
-    assert verdict.contenders[-1].failure == OOM
-    failed = verdict.contenders[-1]
-    assert (failed.gain, failed.speedup, failed.merit, failed.chance, failed.step_ms) == (None, 0.0, 0.0, 0.0, None)
-    assert lost(verdict, BF16) == "failed: oom: CUDA out of memory"
 
 
 def test_a_baseline_that_was_never_measured_gives_no_verdict_and_one_that_failed_later_is_still_compared_with() -> None:
