@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -47,10 +47,10 @@ def trials(indices: Iterable[int]) -> dict[int, Seen]:
     return {i: Seen(score=SPEEDS[i], seconds=1.0) for i in indices}
 
 
-def proposed(seen: dict[int, Seen], left_out: Collection[int] = (), *, running: Collection[int] = ()) -> Proposal:
-    proposal = Proposer(KNOBS, POINTS, seed=0).next(seen, left_out, running=running)
+def proposed(seen: dict[int, Seen]) -> Proposal:
+    proposal = Proposer(KNOBS, POINTS, seed=0).next(seen)
     assert proposal is not None
-    assert proposal.index not in {*seen, *left_out, *running}
+    assert proposal.index not in seen
     return proposal
 
 
@@ -61,12 +61,6 @@ def test_an_outlier_among_the_measurements_does_not_count_for_much() -> None:
     unseen = [i for i in range(len(POINTS)) if i not in seen]
     assert np.abs(belief.mean - np.log(SPEEDS))[unseen].mean() < 0.05
     assert belief.mean[hit] > seen[hit] - 0.4
-
-
-def test_what_runs_elsewhere_is_believed_to_turn_out_as_expected_and_is_not_proposed() -> None:
-    running: list[int] = []
-    for _ in range(6):
-        running.append(proposed(trials(range(0, len(POINTS), 7)), running=running).index)
 
 
 def test_the_best_of_a_space_is_found_in_a_fraction_of_it_and_the_expected_gain_falls() -> None:
