@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measurements import took
-from tables import BF16, block, row
+from tables import BF16, BF16_LAST, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
@@ -15,6 +16,7 @@ from amptune.search.table.row import (
     SITTING_S,
     Row,
     are_alike,
+    contradicts_trials,
     mean_error,
     sittings_of,
     step_spread,
@@ -101,6 +103,38 @@ def test_one_slow_step_does_not_widen_the_step_spread_but_makes_the_mean_doubtfu
 
 
 # --- which rows decide ------------------------------------------------------------------------------------------------
+
+
+def in_loop(policy: Policy, step_ms: float, **more: Any) -> Row:
+    return row(policy, block(step_ms, in_loop=True, **more))
+
+
+TRIALS = (row(STOCK, 10.0), row(BF16, 7.0))
+OWN_TURN, RESTLESS = in_loop(STOCK, 12.0), in_loop(BF16_LAST, 90.0, settled=False)
+OTHERS_RUN = [row(policy, block(2 * ms, in_loop=True), run="2") for policy, ms in ((STOCK, 10.0), (BF16, 7.0))]
+
+
+@pytest.mark.parametrize(
+    ("rows", "contradicted"),
+    [
+        ([*TRIALS, OWN_TURN, in_loop(BF16, 11.0)], False),  # a smaller gain
+        ([*TRIALS, OWN_TURN, in_loop(BF16, 12.5)], False),  # about level
+        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0)], True),
+        ([*TRIALS, in_loop(BF16, 17.0)], False),  # the baseline had no turn
+        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, wait_share=0.5)], False),
+        ([TRIALS[0], row(BF16, 11.0), OWN_TURN, in_loop(BF16, 17.0)], False),  # the trial had said so
+        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, contaminated_by=("foreign-process",))], False),
+        ([*TRIALS, in_loop(STOCK, 10.0), *OTHERS_RUN], False),  # another program halves both speeds in the second run
+        ([*TRIALS, RESTLESS], False),  # the trial showed them too
+        ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS], True),
+        ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS, in_loop(BF16_LAST, 4.1)], False),
+        ([*TRIALS, row(BF16_LAST, 4.0), in_loop(BF16_LAST, 90.0, settled=False, contaminated_by=("compiling",))], True),
+    ],
+)
+def test_the_loop_contradicts_a_trial_that_was_ahead_and_is_clearly_behind_there_or_whose_graphs_keep_coming(
+    rows: list[Row], *, contradicted: bool
+) -> None:
+    assert contradicts_trials(rows, STOCK) is contradicted
 
 
 def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:
