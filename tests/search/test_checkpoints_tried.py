@@ -6,14 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from simulated.recorded import RecordedEvaluator
 from test_pipeline import request_in
+from torch import nn
 
+from amptune import Workload
+from amptune.changes.blocks import repeated_paths
 from amptune.errors import SpaceError
+from amptune.measure.bench.bench import Bench
+from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, Policy
+from amptune.runtime.apply_policy import apply
 from amptune.search.pipeline import tune_with
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.chosen_modules import checkpoints_of
 from amptune.search.space.knobs import points
 from amptune.search.space.space_file import space_names
 from amptune.search.table.objective import objective_of
@@ -80,6 +88,52 @@ def test_a_policy_of_ones_own_is_allowed_where_its_blocks_are_a_choice() -> None
     assert candidates().allows(Policy(checkpoint=ALL, batch_size=None))
     assert not candidates(checkpoint="none").allows(Policy(checkpoint=ALL))
     assert not candidates().allows(Policy(checkpoint=("head",)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.inner(x)
+        return out
+
+
+class Stages(nn.Module):
+    """Two stages of blocks, one of which runs by itself, and a head that equals nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(Block(8) for _ in range(3)))
+        self.between = nn.Linear(8, 16)
+        self.second = nn.ModuleList(Block(16) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.between(self.first(x))
+        for block in self.second:
+            x = block(x)
+        return x
+
+
+def test_blocks_are_found_in_the_models_order_and_patterns_name_these_alone() -> None:
+    workload = Workload(
+        model=Stages,
+        batch=lambda n: torch.randn(n, 8),
+        loss=lambda model, x: model(x).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        batch_size=4,
+    )
+    subject = inspect_model(Bench(workload, torch.device("cpu")), "")
+    every = [*(f"first.{n}" for n in range(3)), *(f"second.{n}" for n in range(12))]
+    assert list(subject.blocks) == every == repeated_paths(Stages())
+    named = checkpoints_of(subject)
+    assert list(named) == ["none", "alternate", "all"]
+    for choice, expected in (("alternate", every[::2]), ("all", every)):
+        model = Stages()
+        with apply(Policy(checkpoint=named[choice]), model):
+            swapped = [path for path, one in model.named_modules() if type(one) is not Block and isinstance(one, Block)]
+        assert swapped == expected
 
 
 @pytest.mark.parametrize(("least_speed", "wins"), [(0.5, ALL), (1.0, ())])
