@@ -83,13 +83,13 @@ def equals(count: int) -> list[Policy]:
 class Drawn:
     """Rows drawn from the model: every effect is random, and as large as `machine` expects.
 
-    `times_ms` are the true times of the policies, `spread` how much the steps of one block differ, or each policy's.
+    `times_ms` are the true times of the policies, `spread` how much the steps of one block differ.
     With `wide` each effect is up to so many times smaller or larger than expected.
     """
 
     machine: Machine
     times_ms: Mapping[Policy, float]
-    spread: float | Mapping[Policy, float]
+    spread: float
     seed: int = 0
     wide: float = 1.0
     rows: list[Row] = field(default_factory=list)
@@ -106,10 +106,9 @@ class Drawn:
         for i in range(count * len(self.times_ms)):
             policy, moment_s = list(self.times_ms)[i % len(self.times_ms)], start_s + BLOCK_S * i
             noise = self._size("block") * self._outlying() + self._drifted(run, moment_s)
-            spread = self._spread(policy)
-            log = self._lasting(policy, run, launch, int(moment_s // 600)) + spread * noise + self._level(run)
+            log = self._lasting(policy, run, launch, int(moment_s // 600)) + self.spread * noise + self._level(run)
             ms = self.times_ms[policy] * math.exp(log)
-            self.rows.append(row(policy, ms, run=run, launch=launch, moment_s=moment_s, spread=spread))
+            self.rows.append(row(policy, ms, run=run, launch=launch, moment_s=moment_s, spread=self.spread))
 
     def later(self, policy: Policy, other: Policy) -> float:
         """How many times `policy` is as fast as the other in a later sitting, in fresh processes, without noise."""
@@ -119,10 +118,7 @@ class Drawn:
     def _lasting(self, policy: Policy, run: str, launch: str, sitting: int) -> float:
         """What does not pass within a sitting."""
         own = self._effect("process", run, launch, policy) + self._effect("sitting", run, sitting, policy)
-        return self._spread(policy) * (own + self._effect("host", run, sitting))
-
-    def _spread(self, policy: Policy) -> float:
-        return self.spread if isinstance(self.spread, float) else self.spread[policy]
+        return self.spread * (own + self._effect("host", run, sitting))
 
     def _level(self, run: str) -> float:
         """All policies are slower in one run than in another by any factor."""

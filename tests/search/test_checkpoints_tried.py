@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from measurements import took
 from simulated.recorded import RecordedEvaluator
+from test_pipeline import request_in
 from torch import nn
 
 from amptune import Workload
@@ -17,13 +17,9 @@ from amptune.errors import SpaceError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.subject import Module, Prepared
-from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy
 from amptune.runtime.apply_policy import apply
-from amptune.search.batch_size.memory_model import MemoryModel
 from amptune.search.pipeline import tune_with
-from amptune.search.plan.budget import Budget
-from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.chosen_modules import checkpoints_of
 from amptune.search.space.knobs import points
@@ -58,7 +54,7 @@ def tried(of: Candidates) -> set[tuple[str, ...]]:
 
 @pytest.mark.parametrize("space", sorted(space_names()))
 def test_every_space_tries_none_every_second_and_all_of_the_repeated_blocks(space: str) -> None:
-    found = candidates(space)
+    found = candidates(space, memory_format="contiguous")
     assert tried(found) == {(), ALTERNATE, ALL}
     assert found.policy_of(found.space.try_first[0]).checkpoint == ALL
     assert not any(found.policy_of(point).cuda_graphs for point in points(found.space) if point["checkpoint"] != "none")
@@ -140,15 +136,6 @@ def test_blocks_are_found_in_the_models_order_and_patterns_name_these_alone() ->
         assert swapped == expected
 
 
-def test_the_memory_of_one_choice_says_nothing_certain_of_another() -> None:
-    """Beside a policy that keeps everything, one that computes again must not be taken for out of memory."""
-    model = MemoryModel(limit_mib=1000.0)
-    for size in (8, 16):
-        model = model.with_outcome(STOCK, size, took(mib=100.0 + 50.0 * size))
-    assert model.predicts_oom(STOCK, 64)
-    assert not model.predicts_oom(Policy(checkpoint=ALL), 64)
-
-
 @pytest.mark.parametrize(("least_speed", "wins"), [(0.5, ALL), (1.0, ())])
 def test_it_wins_where_it_takes_the_least_memory_and_may_take_the_time(
     least_speed: float, wins: tuple[str, ...], tmp_path: Path
@@ -161,14 +148,7 @@ def test_it_wins_where_it_takes_the_least_memory_and_may_take_the_time(
         true_ms=lambda policy: 100.0 * slower[policy.checkpoint],
         peak_mib=lambda policy: 5000.0 * share[policy.checkpoint],
     )
-    request = TuningRequest(
-        source=Source(target="recorded"),
-        wanted=Wanted(baseline=STOCK, space="cpu", pins={}, compile=False),
-        budget=Budget(seconds=600, trials=20, started=machine.clock(), clock=machine.clock),
-        folder=tmp_path,
-        study=tmp_path,
-        objective=objective_of("memory", least_speed),
-    )
-    decision = tune_with(machine, request, lambda _: None)
+    request = request_in(tmp_path, machine.clock, trials=20, space="cpu", compile=False)
+    decision = tune_with(machine, replace(request, objective=objective_of("memory", least_speed)), lambda _: None)
     assert decision.policy.checkpoint == wins
     assert [one.variant.setting for one in decision.ablation] == (["checkpoint: layers"] if wins else [])

@@ -21,7 +21,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.budget import Budget
 from amptune.search.table.effects import GPU
-from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
+from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
@@ -104,12 +104,6 @@ def test_the_policy_file_claims_what_the_verdict_says() -> None:
     assert evidence(decision)["amp_recipe"]["step_ms"] == 6.0, "the better one"
 
 
-def test_an_interrupted_run_is_provisional_however_sure_it_is() -> None:
-    decision = concluded(ROUNDS, interrupted=True)
-    assert decision.verdict.confidence == "confirmed"
-    assert evidence(decision)["provisional"] is True
-
-
 @pytest.mark.parametrize(
     ("own_parallel", "how"),
     [
@@ -121,14 +115,6 @@ def test_how_devices_train_together_is_told(own_parallel: bool, how: str) -> Non
     prepared = replace(RecordedEvaluator("resnet50").prepare(1.0), devices=2, own_parallel=own_parallel)
     (told,) = devices_findings(2, prepared)
     assert told.message.startswith(f"all steps were timed on 2 devices that {how}")
-
-
-def test_for_memory_the_evidence_says_what_is_gained_and_at_which_speed() -> None:
-    columns = {STOCK: [took(10, 1000)] * 3, BF16: [took(9, 500)] * 3}
-    decision = concluded(in_turn(columns), objective=objective_of("memory", 0.9))
-    assert (evidence(decision)["objective"], evidence(decision)["least_speed"]) == ("memory", 0.9)
-    assert evidence(decision)["gain"] == pytest.approx(2.0, rel=0.01)
-    assert evidence(decision)["peak_memory_mib"] == 500
 
 
 # --- who stands in it -------------------------------------------------------------------------------------------------
@@ -167,13 +153,6 @@ def test_points_leave_out_what_failed_later_and_what_trains_worse() -> None:
 
 
 # --- numerics ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_winner_that_was_not_judged_is_provisional_however_sure_its_speed_is() -> None:
-    decision = concluded(ROUNDS)
-    assert (decision.verdict.confidence, decision.provisional) == ("confirmed", True)
-    assert evidence(decision)["provisional"] is True
-    assert not concluded(ROUNDS, judged(judge_of(), BF16_LAST)).provisional
 
 
 def test_a_winner_that_could_not_be_judged_says_why() -> None:

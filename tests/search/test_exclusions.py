@@ -7,7 +7,7 @@ from simulated.recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
 
 from amptune.measure.results.subject import Leaf, Subject
 from amptune.policy.settings import Fp32Rule
-from amptune.search.space.exclusions import groups_by_intensity, ladder_by_intensity
+from amptune.search.space.exclusions import groups_by_intensity
 
 HEAD_RULE, STEM_RULE = Fp32Rule(path="head"), Fp32Rule(path="stem")
 
@@ -46,9 +46,3 @@ def test_a_classifier_of_several_layers_is_one_region() -> None:
     layers = [linear("classifier.0", 2), linear("classifier.3", 3), linear("classifier.6", 4)]
     groups = groups_by_intensity(subject_of(STEM, BODY, *layers))
     assert Fp32Rule(path="classifier") in [group.rule for group in groups]
-
-
-def test_depth_counts_groups_from_the_first() -> None:
-    ladder = ladder_by_intensity(subject_of(STEM, BODY, NORM, HEAD))
-    assert ladder.rules(0) == ()
-    assert ladder.rules(2) == (HEAD_RULE, STEM_RULE)

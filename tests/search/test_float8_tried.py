@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 from simulated.recorded import RecordedEvaluator
+from test_pipeline import request_in
 
 from amptune.errors import SpaceError
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import Parity
-from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Float8Rule, Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.gate.judgement import Judgement, judged
 from amptune.search.gate.judgements import Judgements
 from amptune.search.gate.numeric_findings import line_to_look
 from amptune.search.pipeline import tune_with
-from amptune.search.plan.budget import Budget
-from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points
 from amptune.search.space.space_file import space_names
@@ -69,15 +67,9 @@ def ms_of(policy: Policy) -> float:
     return 100.0 * half * compiled * (0.85 if policy.float8_modules else 1.0)
 
 
-def tuned(machine: RecordedEvaluator, folder: Path, seconds: float = 600.0) -> Decision:
-    request = TuningRequest(
-        source=Source(target="recorded"),
-        wanted=Wanted(baseline=STOCK, pins={}),
-        budget=Budget(seconds=seconds, started=machine.clock(), clock=machine.clock),
-        folder=folder,
-        study=folder,
-    )
-    return tune_with(machine, request, lambda _: None)
+def tuned(machine: RecordedEvaluator, folder: Path, seconds: float) -> Decision:
+    request = request_in(folder, machine.clock, trials=None)
+    return tune_with(machine, replace(request, budget=replace(request.budget, seconds=seconds)), lambda _: None)
 
 
 # --- FP8 ---------------------------------------------------------------------------------------------------------

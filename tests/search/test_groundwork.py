@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
-from simulated.recorded import RecordedEvaluator, recorded_ms
-from test_pipeline import request_in, tuned_on
+from simulated.recorded import RecordedEvaluator
+from test_pipeline import tuned_on
 
 from amptune.measure.results.half_effects import ModuleTrace, Reach
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import GradientParity, Parity
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.decision import Decision
 from amptune.search.events import PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.judgements import fp32_of
 from amptune.search.gate.repair import cure_of
 from amptune.search.groundwork import examined
-from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget
 
 UNSOUND = Parity(
@@ -228,48 +225,6 @@ def test_without_a_reference_tuning_goes_on_and_says_that_nothing_was_judged(tmp
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------
-
-
-class FastGraphs(Faulty):
-    """Compiled, all is twice as fast. To judge a graph takes 30 s of simulated time, anything else 2."""
-
-    takes_s: ClassVar[float] = 0.0  # besides
-    launch_s: ClassVar[float] = 2.0
-
-    def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
-        self.clock.advance(2.0 if policy.compile == "off" else 30.0)
-        return super().judge(policy, fp32, seconds, limit_s)
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self.clock.advance(1.5 if policy.compile == "off" or policy in self.measured else 20.0)
-        outcome = super().measure(policy, effort)
-        startup_s = 0.0 if policy.compile == "off" else 20.0
-        return replace(outcome, startup_s=startup_s) if isinstance(outcome, Measurement) else outcome
-
-
-def tuned_with_graphs(folder: Path, seconds: float = 400, **faults: Any) -> tuple[FastGraphs, Decision]:
-    evaluator = FastGraphs("resnet50", noise=0.002, **faults)
-    evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) / (1 + (policy.compile != "off"))
-    request = request_in(folder, evaluator.clock, trials=None, pins={"cuda_graphs": "false"})
-    request = replace(request, budget=replace(request.budget, seconds=seconds))
-    return evaluator, tune_with(evaluator, request, lambda _: None)
-
-
-def test_of_compiled_policies_one_graph_of_a_dtype_is_judged(tmp_path: Path) -> None:
-    evaluator, decision = tuned_with_graphs(tmp_path, seconds=600)
-    assert decision.policy.compile != "off"
-    graphs = [policy.autocast for policy in evaluator.judged if policy.compile != "off"]
-    assert decision.policy.autocast in graphs
-    assert len(graphs) == len(set(graphs))
-    assert not {"not-judged", "graph-not-judged"} & {finding.code for finding in decision.findings}
-
-
-def test_a_graph_that_there_is_no_time_to_judge_is_told_of(tmp_path: Path) -> None:
-    evaluator, decision = tuned_with_graphs(tmp_path, seconds=80)
-    assert decision.policy.compile != "off"
-    assert not [policy for policy in evaluator.judged if policy.compile != "off"]
-    (told,) = [finding for finding in decision.findings if finding.code == "graph-not-judged"]
-    assert str(told).endswith("not those of its graph (there was no time for it; give more with --budget)")
 
 
 def test_a_graph_stands_for_the_others_in_its_dtype() -> None:

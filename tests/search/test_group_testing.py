@@ -42,7 +42,7 @@ def questions(count: int, culprits: Collection[str]) -> int:
 @pytest.mark.parametrize(("count", "culprits"), [(n, d) for n in (64, 256, 1024) for d in (1, 2, 4)])
 def test_few_culprits_are_found_in_few_questions_wherever_they_stand(count: int, culprits: int) -> None:
     rng, names = random.Random(count + culprits), units(count)
-    chosen = [names[:culprits], names[-culprits:], *(rng.sample(names, culprits) for _ in range(60))]
+    chosen = [names[:culprits], names[-culprits:], *(rng.sample(names, culprits) for _ in range(15))]
     if (count, culprits) == (64, 2):
         chosen += [list(pair) for pair in combinations(names, 2)]
     assert max(questions(count, one) for one in chosen) <= 1.5 * culprits * math.log2(count / culprits) + culprits

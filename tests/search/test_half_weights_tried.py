@@ -20,7 +20,6 @@ from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points
 from amptune.search.table.ablation import variants_of
-from amptune.search.table.verdict import departure_count
 
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
 WITH_HALF_WEIGHTS = {"maxwell", "pascal-6.0", "pascal-6.1", "turing", "volta"}
@@ -103,12 +102,9 @@ def test_without_half_weights_there_is_nothing_of_theirs_and_master_weights_are_
     assert of["weights"] == Policy(cudnn_benchmark=True)
 
 
-def test_master_weights_are_no_departure_of_their_own() -> None:
-    assert departure_count(O2) == departure_count(Policy(weights="half")) == 1
-
-
-def test_half_weights_take_another_part_of_memory() -> None:
-    assert len({memory_of(policy) for policy in (STOCK, amp_recipe("fp16"), Policy(weights="half"), O2)}) == 4
+def test_each_kind_of_weights_checkpoints_and_graphs_take_a_memory_of_their_own() -> None:
+    others = Policy(weights="half"), O2, Policy(checkpoint=("layers",)), Policy(cuda_graphs=True)
+    assert len({memory_of(policy) for policy in (STOCK, amp_recipe("fp16"), *others)}) == 6
 
 
 def test_what_is_found_of_their_numerics_names_them() -> None:

@@ -39,13 +39,6 @@ def with_gradient(**changed: float) -> Parity:
     return Parity(gradients=(replace(HEALTHY, **changed), replace(HEALTHY, name="b.weight")))  # type: ignore[arg-type]
 
 
-def test_a_healthy_policy_passes_with_room_to_spare() -> None:
-    judgement = judged(BF16, Parity(gradients=(HEALTHY,), drift=0.3))
-    assert judgement.passes
-    assert judgement.used < 0.5
-    assert str(judgement) == "as good as FP32: 33% of what is allowed"
-
-
 # A bias before BatchNorm: its true gradient is 0, and in half its noise is a thousand times as large.
 NOISE = {"size": 1000.0, "error": 1000.0, "bias": 500.0, "slope": -300.0}
 GONE = {"size": 0.0, "error": 1.0, "slope": 0.0, "vanished": 1.0}
@@ -113,13 +106,6 @@ def test_what_is_a_fault_is_named_by_its_code(parity: Parity, tolerance: float |
         assert judgement.shortcomings[0].module == "a"
 
 
-def test_a_parameter_that_fails_is_named_with_its_module() -> None:
-    small = replace(HEALTHY, name="tables.bias", size=0.0, error=1.0, slope=0.0, vanished=1.0, share=0.02)
-    (finding,) = judged(BF16, Parity(gradients=(replace(HEALTHY, name="tables.weight"), small))).shortcomings
-    assert finding.module == "tables"
-    assert str(finding).startswith("tables: the gradient of bias is 0 times as large as in FP32 (17.2 times what is")
-
-
 def test_a_figure_that_is_no_number_is_a_fault() -> None:
     assert codes(Parity(drift=float("nan"))) != []
     assert codes(with_gradient(vanished=float("nan"))) != []
@@ -174,12 +160,6 @@ def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near:
     assert is_near_limits(parity) == is_near
 
 
-def test_what_breaks_training_is_the_only_thing_said_of_it() -> None:
-    judgement = judged(BF16, BROKEN)
-    assert [(finding.code, finding.module) for finding in judgement.shortcomings] == [("breaks", "a")]
-    assert "the loss is nan" in str(judgement)
-
-
 @pytest.mark.parametrize(
     ("parity", "allowed"),
     [
@@ -189,9 +169,6 @@ def test_what_breaks_training_is_the_only_thing_said_of_it() -> None:
         ),
         (with_gradient(error=0.9, rounding=0.09), "(1.67 times what is allowed: 54%)"),
         (with_gradient(slope=0.6), "along FP32's direction (2 times what is allowed: 80% to 120%)"),
-        (with_gradient(size=9.0), "times what is allowed: 0.3 to 3.3)"),
-        (with_gradient(vanished=0.6), "times what is allowed: 25%)"),
-        (Parity(drift=6.0), "(2 times what is allowed: 3 times)"),
         (Parity(buffers=(BufferParity(path="a.b", off=0.9, apart=0.15),)), "(2 times what is allowed: 45%)"),
     ],
 )

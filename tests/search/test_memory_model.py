@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
-from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
 from amptune.search.batch_size.memory_fit import Fit
 from amptune.search.batch_size.memory_model import MemoryModel
@@ -56,16 +53,6 @@ def recorded_policy(row: dict[str, Any]) -> Policy:
         cudnn_benchmark=bool(row["cudnn_benchmark"]),
         compile=row["compile"],
     )
-
-
-def test_peaks_recorded_on_an_h200_agree_within_an_arm() -> None:
-    """Within 4 %, but for SE-ResNeXt50, where cudnn.benchmark finds a large workspace in fp16 and none in bf16."""
-    peaks = defaultdict(list)
-    for row in RECORDED:
-        if not row["cudnn_benchmark"] or row["workload"] != "seresnext50_cifar":
-            peaks[row["workload"], memory_of(recorded_policy(row))].append(row["peak_allocated_mib"])
-    assert len(peaks) > 40
-    assert max(max(group) / min(group) for group in peaks.values()) < 1.04
 
 
 @pytest.mark.parametrize("workload", sorted({row["workload"] for row in RECORDED}))
@@ -152,13 +139,6 @@ def test_runs_bound_what_a_sample_takes_and_the_sizes_that_surely_likely_and_at_
     assert fit.was_surprised is (PRESSED in seen)
 
 
-def test_doubt_grows_with_the_distance() -> None:
-    fit = fit_to(*on_a_line(16, 64))
-    widths = [(fit.most_mib(n) - fit.least_mib(n)) / fit.most_mib(n) for n in (64, 128, 512, 1024)]
-    assert widths == sorted(widths)
-    assert widths[0] < 0.02 < 0.15 < widths[-1]
-
-
 def test_from_one_run_another_arm_helps() -> None:
     """Its fixed part: IEEE math and stock have the same weights, gradients and optimizer state."""
     model = model_of(*on_a_line(16, 64, 256, fixed_mib=20_000))
@@ -170,41 +150,6 @@ def test_from_one_run_another_arm_helps() -> None:
     assert alone.least_slope == 0.0
     assert alone.most_slope == pytest.approx(1.01 * 26_000 / 64)
     assert fit.least_slope < 6000 / 64 < fit.most_slope < 1.2 * 6000 / 64
-
-
-@pytest.mark.parametrize(
-    ("limit_mib", "fixed", "peaks", "least", "likely", "most"),
-    [
-        # ResNet-50 limited to 7 GiB: its own batch pressed already, and 158 ran.
-        (
-            7168.0,
-            WEIGHTS,
-            {128: (5949.9, 7100.0, 2), 133: (6155.9, 6862.0, 2), 143: (6595.3, 7116.0, 2)},
-            143,
-            154,
-            158,
-        ),
-        # BERT-base limited to 20 GiB: 57 would fit by what is in use, 46 ran in what was free; 50 is right.
-        (
-            20_480.0,
-            FixedPart.of_weights(110_000_000),
-            {16: (6766.8, 7484.0, 0), 42: (15281.0, 18332.0, 0), 46: (16589.1, 20020.0, 0)},
-            46,
-            50,
-            99,
-        ),
-    ],
-)
-def test_what_is_likely_to_fit_on_an_h200_is_about_what_ran(
-    limit_mib: float, fixed: FixedPart, peaks: dict[int, tuple[float, float, int]], least: int, likely: int, most: int
-) -> None:
-    """Peaks that workspaces made room for tell where there are no others; a part of what is not in use is lost."""
-    outcomes = ((STOCK, n, measured(used, held, retries=times)) for n, (used, held, times) in peaks.items())
-    fit = MemoryModel(limit_mib=limit_mib, fixed=fixed).with_outcomes(outcomes).fit(STOCK)
-    assert fit is not None
-    assert not fit.has_workspaces
-    assert fit.anchor.batch_size == fit.largest_run == max(peaks)
-    assert least <= fit.surely <= likely <= fit.likely <= most
 
 
 def test_workspaces_that_another_arm_does_without_may_give_way() -> None:
@@ -230,22 +175,6 @@ def test_an_out_of_memory_is_predicted_only_where_it_is_clear() -> None:
     assert not model.predicts_oom(amp_recipe("bf16"), 10**6)
     for model in (model_of((64, OOM)), model_of(*on_a_line(8, each_mib=1), (64, OOM))):
         assert [model.predicts_oom(STOCK, n) for n in (32, 65, 128)] == [False, False, True]
-
-
-def test_out_of_memory_is_never_predicted_of_what_fits() -> None:
-    """On lines with jumps of up to 10 % and noise, from two small runs."""
-    rng = random.Random(5)
-    missed = 0
-    for _ in range(500):
-        each, fixed = 10 ** rng.uniform(0, 3), rng.uniform(200, 2000)
-        sizes = rng.sample([8, 16, 32, 64], 2)
-        model = model_of(*((n, measured(fixed + each * n * rng.uniform(0.97, 1.03))) for n in sizes))
-        jump = rng.uniform(-0.1, 0.1)
-        largest = int((LIMIT_MIB - fixed) / (each * (1 + jump)))
-        if largest > max(sizes):
-            assert not model.predicts_oom(STOCK, largest)
-            missed += not model.predicts_oom(STOCK, 2 * largest)
-    assert missed < 100
 
 
 def test_the_process_of_a_cpu_is_part_of_what_is_fixed() -> None:

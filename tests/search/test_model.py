@@ -73,23 +73,6 @@ def test_the_interval_holds_what_a_later_sitting_shows_about_as_often_as_it_says
     assert 0.92 <= shrunk_held / 300 <= most
 
 
-@pytest.mark.slow
-@BOTH
-@pytest.mark.parametrize("waiting", [STOCK, BF16], ids=["baseline", "policy"])
-def test_the_interval_holds_the_truth_too_if_only_one_of_the_two_waits_for_the_host(
-    machine: Machine, waiting: Policy
-) -> None:
-    """What other programs do to the host then hits one of them and spares the other."""
-    held = 0
-    for seed in range(300):
-        spreads = {STOCK: machine.least_spread, BF16: machine.least_spread, waiting: 10 * machine.least_spread}
-        table = Drawn(machine, {STOCK: 10.0, BF16: 9.0}, spreads, seed=seed, wide=1.5)
-        table.rounds(2)
-        ratio = measured(table.rows, machine)
-        held += ratio.low <= table.later(BF16, STOCK) <= ratio.high
-    assert 0.92 <= held / 300 <= 0.99
-
-
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -13,7 +12,7 @@ from tables import BF16, BF16_LAST, FP16, block, row
 
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.events import ComparisonStarted, ContenderMeasured, Event
+from amptune.search.events import Event
 from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.table.effects import GPU
@@ -112,15 +111,6 @@ class Bench:
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
-def test_policies_are_measured_in_turn_and_in_changing_order() -> None:
-    bench = Bench(times_ms=ALIKE_MS)
-    bench.known(STOCK, BF16)
-    rounds = [bench.machine.measured[i : i + 2] for i in range(0, len(bench.machine.measured), 2)]
-    assert len(rounds) > 5
-    assert all({STOCK, BF16} == set(one) for one in rounds)
-    assert len({tuple(one) for one in rounds}) == 2
-
-
 def test_a_plain_gain_is_confirmed_in_a_few_rounds_of_the_baseline_and_the_leader() -> None:
     bench = Bench()
     verdict = bench.known(STOCK, BF16, FP16, BF16_LAST)
@@ -129,36 +119,6 @@ def test_a_plain_gain_is_confirmed_in_a_few_rounds_of_the_baseline_and_the_leade
     assert all({STOCK, BF16} <= set(policies) for policies in bench.machine.launched)
     assert bench.machine.measured.count(BF16_LAST) == 1 < bench.machine.measured.count(BF16)
     assert bench.spent_s < 100
-
-
-def test_every_block_is_an_event_and_a_comparison_is_announced_when_somebody_new_takes_part() -> None:
-    bench = Bench(unseen=lambda _: [FP16])
-    bench.known(STOCK, BF16)
-    blocks = [event for event in bench.events if isinstance(event, ContenderMeasured)]
-    assert [(one.policy, one.outcome) for one in blocks] == [(one.policy, one.outcome) for one in bench.rows]
-    assert [f"{one.stage} {one.launch}" for one in blocks] == [one.launch for one in bench.rows]
-    started = [event for event in bench.events if isinstance(event, ComparisonStarted)]
-    assert [set(event.policies) for event in started] == [{STOCK, BF16}, {STOCK, BF16, FP16}]
-    assert [event.leader for event in started] == [None, BF16]
-
-
-def test_a_round_of_policies_measures_each_once_in_a_fresh_process_though_the_budget_is_spent() -> None:
-    bench = Bench(seconds=0.0)
-    bench.narrowing.round_of((STOCK, BF16, FP16))
-    assert bench.machine.launched == [(STOCK, BF16, FP16)]
-    assert Counter(bench.machine.measured) == Counter([STOCK, BF16, FP16])
-    assert len(bench.rows) == 3
-
-
-def test_policies_are_measured_again_however_well_they_are_known() -> None:
-    bench = Bench()
-    bench.known(STOCK, BF16)
-    rows, launches = len(bench.rows), len(bench.machine.launched)
-    assert bench.narrowing.again((STOCK, BF16), fresh=False)
-    assert len(bench.rows) == rows + 2
-    assert bench.narrowing.again((STOCK, BF16), fresh=True)
-    assert len(bench.machine.launched) >= launches + 1
-    assert len(bench.rows) == rows + 4
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -226,13 +186,6 @@ def test_one_accident_is_measured_again_and_what_the_budget_cuts_says_nothing(
         assert BF16 not in bench.machine.launched[-1]
 
 
-def test_a_leader_that_fails_later_leaves_it_to_the_next() -> None:
-    bench: Bench = Bench(interfere=lambda policy: OOM if policy == BF16 and len(bench.machine.launched) == 2 else None)
-    verdict = bench.known(STOCK, BF16, FP16)
-    assert bench.kinds_of(BF16)[-1] == "oom"
-    assert (verdict.winner.policy, verdict.confidence) == (FP16, "confirmed")
-
-
 # --- who may win ------------------------------------------------------------------------------------------------------
 
 
@@ -263,14 +216,6 @@ def test_something_faster_one_step_from_the_leader_is_found_though_the_search_ne
     bench = Bench(times_ms={**TRUE_MS, BF16_LAST: 4.0}, unseen=lambda leader: near.get(leader, []))
     verdict = bench.known(STOCK, FP16)
     assert (verdict.winner.policy, verdict.confidence) == (BF16_LAST, "confirmed")
-
-
-def test_a_neighbour_that_was_lucky_once_is_measured_again_before_it_wins() -> None:
-    bench = Bench(times_ms={**TRUE_MS, BF16_LAST: 5.3}, unseen=lambda _: [BF16_LAST])
-    luck = iter([4.8])
-    bench.machine.true_ms = lambda policy: next(luck, 5.3) if policy == BF16_LAST else bench.times_ms[policy]
-    assert bench.known(STOCK, BF16).winner.policy == BF16
-    assert bench.machine.measured.count(BF16_LAST) > 1
 
 
 # --- the user's loop --------------------------------------------------------------------------------------------------

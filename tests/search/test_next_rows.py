@@ -11,7 +11,7 @@ from tables import BF16, BF16_LAST, FP16, block, decided, equals, in_turn, row
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
-from amptune.search.table.next_rows import MOST_POLICIES, NextRound, launch_s, next_round, round_again
+from amptune.search.table.next_rows import MOST_POLICIES, NextRound, launch_s, next_round
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.row import Row
 
@@ -198,29 +198,3 @@ def test_if_the_loop_contradicts_trials_and_the_leaders_turn_takes_too_long_anot
         cost_s=lambda policy: 60.0 if policy == dear else 2.0,
     )
     assert told(found) == ((FP16,), False)
-
-
-@pytest.mark.parametrize(
-    ("asked", "fresh"),
-    [
-        ({}, True),
-        ({"start_s": 500.0}, False),
-        ({"start_s": 0.1}, True),
-        ({"start_s": 500.0, "fresh": True}, True),
-        ({"start_s": 500.0, "running": ()}, True),
-        ({"left_s": 10.0, "fresh": True}, False),
-        ({"left_s": 3.0, "fresh": True}, None),
-        ({"left_s": 10.0, "running": ()}, None),
-    ],
-)
-def test_known_policies_are_measured_again_in_fresh_processes_if_wanted_or_needed_or_worth_it(
-    asked: dict[str, Any], *, fresh: bool | None
-) -> None:
-    """Two policies that are known well, where a block takes 2 s."""
-    verdict = decided(in_turn({STOCK: [10.0] * 6, BF16: [5.0] * 6}, per_launch=3), GPU)
-    how: dict[str, Any] = {"start_s": 10.0, "left_s": 1000.0, "fresh": False, "running": LEADER_ALONE, **asked}
-    start_s = how.pop("start_s")
-    found = round_again(
-        verdict, LEADER_ALONE, **how, fresh_s=lambda policies: launch_s(start_s, len(policies)), cost_s=lambda _: 2.0
-    )
-    assert told(found) == (None if fresh is None else (LEADER_ALONE, fresh))

@@ -199,7 +199,7 @@ def test_a_baseline_that_keeps_dying_in_the_comparison_is_judged_by_the_rows_it_
 
 def test_a_baseline_file_with_the_workloads_own_batch_size_is_the_same_policy(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50")
-    decision, _ = tuned_on(evaluator, tmp_path, baseline=replace(STOCK, batch_size=128))
+    decision, _ = tuned_on(evaluator, tmp_path, trials=4, baseline=replace(STOCK, batch_size=128))
     assert decision.baseline.policy == STOCK
     assert replace(STOCK, batch_size=128) not in evaluator.measured
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import optuna
@@ -20,14 +17,6 @@ from amptune.search.sampler.storage import Handle, Store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.table.trial import Trial
-
-WORKER = """
-import json, sys
-sys.path[:0] = sys.argv[3:]
-from test_policy_sampler import opened, searched
-study = opened(sys.argv[1], sampler=None)
-print(json.dumps([str(policy) for policy in searched(study, int(sys.argv[2]))]))
-"""
 
 
 def candidates() -> Candidates:
@@ -76,16 +65,6 @@ def test_a_trial_that_others_gave_up_while_it_was_chosen_is_asked_for_again(
     suggestion = study.suggest()
     assert suggestion is not None
     assert [suggestion.handle.number] == asked[1:]
-
-
-@pytest.mark.slow
-def test_four_workers_on_one_study_measure_nothing_twice(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    opened(url)
-    command = [sys.executable, "-c", WORKER, url, "12", *sys.path]
-    workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    asked = [policy for worker in workers for policy in json.loads(worker.communicate(timeout=300)[0])]
-    assert len(asked) == len(set(asked)) == 48
 
 
 @pytest.mark.parametrize(

@@ -26,26 +26,7 @@ def test_an_interval_holds_95_percent_and_says_what_its_inverse_says(ratio: Rati
     assert (ratio.inverse.launches, ratio.inverse.deviation) == (3, ratio.deviation)
 
 
-def test_fewer_degrees_of_freedom_make_the_interval_wider_and_less_than_one_counts_as_one() -> None:
-    widths = [Ratio.of_log(0.0, 0.01, freedom=of, launches=1).half_width for of in (0.2, 1, 2, 5, 50, math.inf)]
-    assert widths[0] == widths[1]
-    assert widths == sorted(widths, reverse=True)
-    assert widths[-1] == pytest.approx(1.96 * 0.01, rel=0.01)
-
-
 def test_an_interval_beyond_all_numbers_ends_at_infinity_and_so_does_its_inverse() -> None:
     ratio = Ratio.of_log(0.0, 500.0, freedom=1, launches=1)
     for one in (ratio, ratio.inverse):
         assert (one.low, one.high) == (0.0, math.inf)
-
-
-@pytest.mark.parametrize(("value", "chance"), [(1.0, 1.0), (2.0, 0.0), (1.1, 0.0)])
-def test_a_ratio_that_is_known_exactly_is_above_or_not(value: float, chance: float) -> None:
-    assert Ratio(value=1.1, low=1.1, high=1.1).chance_above(value) == chance
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(2.0, "2.00× [1.96, 2.04]"), (1.004, "1.004× [0.984, 1.024]"), (0.6, "0.60× [0.59, 0.61]")]
-)
-def test_a_ratio_near_1_has_a_digit_more(value: float, text: str) -> None:
-    assert str(Ratio(value=value, low=value * 0.98, high=value * 1.02)) == text

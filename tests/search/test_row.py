@@ -17,12 +17,9 @@ from amptune.search.table.row import (
     Row,
     are_alike,
     contradicts_trials,
-    decisive,
     mean_error,
-    settled_in,
     sittings_of,
     step_spread,
-    waits_for_data,
 )
 
 FULL = Measurement(
@@ -80,14 +77,6 @@ def test_the_measurement_written_above_has_no_field_left_at_its_default() -> Non
     assert same <= {"samples_per_step", "warmup_steps"}, "these have no default"
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"moment_s": "soon"}, {"policy": {"autocast": "bf15"}}, {"outcome": {"failed": True, "kind": "bored"}}]
-)
-def test_a_row_with_a_field_of_another_amptune_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"soon|bf15|kind"):
-        Row.from_dict({**row(BF16, 10.0).as_dict(), **wrong})
-
-
 def test_rows_of_one_run_within_ten_minutes_are_one_sitting_wherever_the_clock_stands() -> None:
     moments_s = (2.8 * SITTING_S, 0.7 * SITTING_S, 1.6 * SITTING_S, 3.9 * SITTING_S)
     second, early, late, third = sittings_of([row(STOCK, 10.0, moment_s=at_s) for at_s in moments_s])
@@ -115,29 +104,6 @@ def test_one_slow_step_does_not_widen_the_step_spread_but_makes_the_mean_doubtfu
 
 def in_loop(policy: Policy, step_ms: float, **more: Any) -> Row:
     return row(policy, block(step_ms, in_loop=True, **more))
-
-
-def test_a_loop_that_waits_for_its_data_does_not_tell_how_fast_a_step_is() -> None:
-    steps, loops = [row(STOCK, 10.0), row(BF16, 5.0)], [in_loop(STOCK, 10.0), in_loop(BF16, 9.0, wait_share=0.5)]
-    assert waits_for_data([*steps, *loops])
-    assert decisive([*steps, *loops]) == steps
-    patient = [in_loop(STOCK, 10.0), in_loop(BF16, 5.2, wait_share=0.05)]
-    assert not waits_for_data([*steps, *patient])
-    assert decisive([*steps, *patient]) == [*steps, *patient]
-
-
-def test_unsettled_blocks_count_only_for_a_policy_that_has_no_others() -> None:
-    unsettled = [row(one, block(5.0, settled=False)) for one in (BF16, BF16_LAST)]
-    settled = row(BF16, 6.0)
-    assert decisive([*unsettled, settled]) == [unsettled[1], settled]
-
-
-def test_a_policy_under_which_graphs_keep_coming_in_the_loop_is_not_settled_whatever_its_trial_says() -> None:
-    trials = [row(policy, 5.0) for policy in (STOCK, BF16, BF16_LAST)]
-    restless = in_loop(BF16, 90.0, settled=False)
-    assert settled_in([*trials, restless]) == {STOCK, BF16_LAST}
-    assert restless in decisive([*trials, restless])
-    assert settled_in([*trials, restless, in_loop(BF16, 9.0)]) == {STOCK, BF16, BF16_LAST}
 
 
 TRIALS = (row(STOCK, 10.0), row(BF16, 7.0))

