@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from benches import CPU, measured, workload_of
+from benches import CPU, workload_of
 from torch import nn
 
 from amptune.measure.bench.bench import Bench
@@ -36,13 +36,6 @@ def test_the_parts_beside_it_are_inspected(bench: Bench) -> None:
     subject = inspect_model(bench, "digest")
     assert {leaf.path for leaf in subject.leaves if leaf.flops} == {"1"}
     assert subject.fusable
-
-
-def test_it_is_timed_and_restored(bench: Bench) -> None:
-    initial = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
-    assert measured(bench).losses == measured(bench).losses
-    bench._restore()
-    assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
 
 
 def test_it_is_judged(bench: Bench) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,10 +95,3 @@ def with_foreign(model: nn.Module) -> Optimizers:
 def test_what_is_not_the_models_optimizers_is_an_error(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(TargetError, match=words):
         inspect_model(Bench(gan(**parts), CPU), "digest")
-
-
-@pytest.mark.slow
-def test_a_gan_is_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    decision = amptune.tune(gan(), budget_s=20, trials=3, device="cpu")
-    assert decision.policy.batch_size == 4

@@ -107,42 +107,20 @@ def test_what_raises_under_autocast_alone_is_refused_by_name_and_cured(then: Any
 
 # --- the gate's own faults --------------------------------------------------------------------------------------------
 
-OVERWRITTEN = "accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run"
-
-
-class GraphOutput(Tensor):
-    """A result in a CUDA graph's memory: the graph's next run writes there, and whoever reads it then gets an error."""
-
-    runs = 0
-    run = 0
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in (args[0] if isinstance(args[0], list) else args) if isinstance(one, GraphOutput)]
-        if any(one.run != cls.runs for one in given):
-            raise RuntimeError(OVERWRITTEN)
-        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if not isinstance(result, GraphOutput):
-            return result
-        result.run = given[0].run
-        return result.as_subclass(Tensor) if func is Tensor.clone else result
-
 
 class Recorded(nn.Module):
-    """A model that gives its loss, as those of transformers do; under autocast it is replayed as a CUDA graph."""
+    """Gives its loss, under autocast in one place, as a CUDA graph does: the next run writes there."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.memory = torch.zeros(())
         self.layers = nn.Sequential(nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = (self.layers(x).float() - x[:, :1].sin()).square().mean()
-        if not torch.is_autocast_enabled("cpu"):
-            return loss
-        GraphOutput.runs += 1
-        output = loss.as_subclass(GraphOutput)
-        output.run = GraphOutput.runs
-        return output
+        if torch.is_autocast_enabled("cpu"):
+            loss.data = self.memory.copy_(loss.detach())
+        return loss
 
 
 def gatekeeper_of(here: Any) -> Judge:
@@ -160,12 +138,10 @@ def judged_alone(here: Here) -> Judge:
 
 
 def test_a_result_in_a_graphs_memory_is_not_read_after_the_next_run() -> None:
-    output = Recorded()(torch.randn(4, 8))
-    with torch.autocast("cpu"):
-        first, _ = (Recorded()(torch.randn(4, 8)).detach() for _ in range(2))
-    with pytest.raises(RuntimeError, match=OVERWRITTEN):
-        torch.stack([output.detach(), first])
-    assert judged_alone(recorded()).judgements.passes(BF16)
+    here = recorded()
+    assert judged_alone(here).judgements.passes(BF16)
+    losses = here.judge(BF16, STOCK, 1.0, 1.0).losses
+    assert len(set(losses)) == len(losses) > 1
 
 
 @pytest.mark.parametrize("breaks", ["parity.compare", "sketches._numbers"])
