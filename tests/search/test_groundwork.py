@@ -285,3 +285,9 @@ def test_a_precision_that_raises_is_cured_like_any_other(tmp_path: Path) -> None
     assert decision.policy.autocast != "off"
     assert [str(rule) for rule in decision.policy.fp32_modules if rule.is_needed] == ["layer.3.norm"]
     assert "cure" in {finding.code for finding in decision.findings}
+
+
+def test_an_amp_recipe_that_is_not_sound_is_measured_and_does_not_win(tmp_path: Path) -> None:
+    decision, _ = tuned_on(Faulty("resnet50", culprits=("layer.3.norm",)), tmp_path)
+    assert {amp_recipe("bf16"), amp_recipe("fp16")} <= {contender.policy for contender in decision.finalists}
+    assert next(finding.module for finding in decision.findings if finding.code == "first-nonfinite") == "layer.3.norm"

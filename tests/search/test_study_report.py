@@ -236,3 +236,8 @@ def test_a_message_about_a_database_does_not_tell_its_password(monkeypatch: pyte
         with pytest.raises(StudyError, match=message) as caught:
             recall("postgresql://me:secret@host:5432/db", name)
         assert "postgresql://me:***@host:5432/db" in str(caught.value)
+
+
+def test_a_database_without_its_driver_is_a_clear_error() -> None:
+    with pytest.raises(StudyError, match=r"the study cannot be read or written: .*'oracledb'"):
+        recall("oracle+oracledb://nowhere/amptune")

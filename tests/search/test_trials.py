@@ -280,3 +280,16 @@ def test_what_is_tried_first_has_the_fused_optimizer_where_there_is_one(*, fusab
     tried = [policy for policy in first if policy.fp32_math == "tf32" and policy.autocast == "off"]
     assert {policy.memory_format for policy in tried} == {"contiguous", "channels_last"}
     assert {policy.fused_optimizer for policy in tried} == {fusable}
+
+
+def test_nothing_compiles_in_the_background_while_the_largest_batch_is_looked_for(tmp_path: Path) -> None:
+    beside: list[int] = []
+
+    class Alone(Behind):
+        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+            beside.append(len(self.in_background))
+            return super().measure(policy, effort)
+
+    searched_behind(tmp_path, evaluator=Alone("resnet50", noise=0.002, graphs_at_once=4), batch_size="auto")
+    assert beside
+    assert not any(beside)

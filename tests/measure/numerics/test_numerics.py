@@ -444,3 +444,20 @@ def test_a_channel_that_varies_most_is_one_of_all_channels() -> None:
 @pytest.mark.parametrize("broken", [math.inf, math.nan])
 def test_one_variance_that_is_not_finite_is_no_chance(broken: float) -> None:
     assert off_of([1.0] * 64, [broken] + [1.0] * 63) == math.inf
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda dtype: torch.rand(64, dtype=dtype),
+        lambda dtype: torch.randn_like(torch.empty(64, dtype=dtype)),
+        lambda dtype: torch.empty(64, dtype=dtype).uniform_(),
+        lambda dtype: torch.bernoulli(torch.full((64,), 0.5, dtype=dtype)),
+    ],
+)
+def test_half_precision_draws_what_fp32_does(draw: Callable[[torch.dtype], torch.Tensor]) -> None:
+    torch.manual_seed(3)
+    with DrawingInFp32():
+        half = draw(torch.bfloat16)
+    torch.manual_seed(3)
+    assert torch.equal(half, draw(torch.float32).bfloat16())
