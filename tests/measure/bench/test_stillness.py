@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from amptune.measure.bench import stillness as module
-from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
+from amptune.measure.bench.stillness import ProcessIdentity, Stillness
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="this system cannot stop processes")
 
@@ -232,15 +232,3 @@ def test_where_processes_are_not_stopped_that_is_known(
         assert tree.all_go_on
         assert (stopped.has_stopped, stopped.is_quiet) == (False, False)
     assert stillness.pauses == []
-
-
-def test_with_nothing_beside_it_a_pause_is_quiet_and_stops_nothing() -> None:
-    stillness = Stillness()
-    with stillness.pause() as stopped:
-        assert (stopped.has_stopped, stopped.is_quiet) == (False, True)
-    assert stillness.pauses == []
-
-
-@pytest.mark.parametrize(("from_s", "until_s", "within_s"), [(0, 9, 2), (0, 4, 1), (4, 9, 1), (6, 9, 0), (0, 2, 0)])
-def test_the_part_of_a_pause_between_two_moments(from_s: float, until_s: float, within_s: float) -> None:
-    assert Pause(from_s=3.0, until_s=5.0).within(from_s, until_s) == within_s

@@ -7,22 +7,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
 
 import misbehaving as how
 import psutil
 import pytest
 from alike import trained_alike
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.training_runs import LossCurve
 from amptune.measure.workers.source import Source
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Policy
 
 # Of all that must succeed, on a slow and busy machine too; a whole test has 300 s.
 LIMIT_S = 240.0
@@ -75,46 +71,11 @@ MISBEHAVING = {
     how.EXITS: ("crash", "ended with exit code 3"),
     how.KILLED: ("crash", "was ended by SIGKILL"),
 }
-POLICIES = (STOCK, amp_recipe("bf16"), Policy(cudnn_benchmark=True))
-
-
-class Worked(RuleBasedStateMachine):
-    """Whatever fails costs its own trial, and all others train as in a process of their own, from the same weights."""
-
-    evaluator: WorkerEvaluator
-    alone: ClassVar[dict[Policy, Measurement]] = {}
-
-    @rule(policy=st.sampled_from(POLICIES))
-    def a_trial_trains_as_the_first_of_its_policy(self, policy: Policy) -> None:
-        outcome = measured(self.evaluator, policy)
-        assert trained_alike(self.alone.setdefault(policy, outcome), outcome)
-        assert outcome.losses[0] != outcome.losses[-1]
-
-    @rule(batch_size=st.sampled_from(sorted(MISBEHAVING)))
-    def a_failure_is_typed(self, batch_size: int) -> None:
-        failure = failed(self.evaluator, batch_size)
-        kind, words = MISBEHAVING[batch_size]
-        assert failure.kind == kind
-        assert words in failure.message
-
-    @rule(policies=st.sets(st.sampled_from(POLICIES), min_size=1))
-    def each_launch_gives_fresh_processes(self, policies: set[Policy]) -> None:
-        before = pids(self.evaluator)
-        self.evaluator.launch(sorted(policies, key=str))
-        assert not before & pids(self.evaluator)
-        assert len(pids(self.evaluator)) == len(policies)
 
 
 def pids(evaluator: WorkerEvaluator) -> set[int]:
     identities = [worker.identity for worker in evaluator._workers.values()]
     return {one.pid for one in identities if one is not None}
-
-
-@pytest.mark.slow
-def test_any_order_of_failures_trials_and_launches_is_survived(evaluator: WorkerEvaluator) -> None:
-    machine = type("Worked", (Worked,), {"evaluator": evaluator, "alone": {}})
-    few = settings(max_examples=5, stateful_step_count=12, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(machine, settings=few)
 
 
 @pytest.mark.parametrize("batch_size", MISBEHAVING)
