@@ -161,11 +161,12 @@ def searched_behind(
     budget_s: float = 180,
     compile_s: float = 30.0,
     peak_mib: float = 5000.0,
+    **wanted: Any,
 ) -> tuple[Behind, Decision, list[Event]]:
     evaluator = evaluator or Behind("resnet50", noise=0.002, graphs_at_once=4)
     evaluator.peak_mib, evaluator.compile_s = lambda _: peak_mib, compile_s
     evaluator.true_ms = waiting_for_the_host
-    request = request_in(folder, evaluator.clock, trials=None)
+    request = request_in(folder, evaluator.clock, trials=None, **wanted)
     request = replace(request, budget=replace(request.budget, seconds=budget_s))
     events: list[Event] = []
     return evaluator, tune_with(evaluator, request, events.append), events

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amptune.measure.numerics.comparison import compare
+from amptune.measure.numerics.randomness import DrawingInFp32
 from amptune.measure.numerics.sketches import MOST_COLUMNS, MOST_TOGETHER, Sketcher
 from amptune.measure.results.training_runs import THOROUGHNESS, Gradients, LossCurve, Parity, Reference, Run
 from amptune.policy.settings import STOCK
