@@ -53,7 +53,7 @@ def test_every_corruption_of_one_key_is_an_error_in_its_line(
             lines[place] = f"{key[1]}{key[2]}: [nonsense, [1]]"
     with pytest.raises(FileFormatError) as caught:
         parse_policy(parse("\n".join(lines), "p.yaml"))
-    assert {problem.line for problem in caught.value.problems} == {place + 1}
+    assert place + 1 in {problem.line for problem in caught.value.problems}  # what rests on a lost key may be told too
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ _BAKED_OF_SCALER = (
 def obstacle_to_update(optimizer: torch.optim.Optimizer, scaler: PolicyScaler) -> str | None:
     """Returns why steps of the optimizer cannot be recorded, in words that follow its name, or None."""
     kind, groups = type(optimizer), optimizer.param_groups
-    if not kind.__module__.startswith("torch.optim.") or "step" not in vars(kind):
+    if not all(one.__module__.startswith("torch.optim.") for one in (kind, kind.step)):
         return "is not PyTorch's own: what its step does on the host is not known"
     if not all(group.get("fused") or group.get("capturable") for group in groups):
         return "is neither fused (fused_optimizer: true, or fused=True) nor capturable=True"

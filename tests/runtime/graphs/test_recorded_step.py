@@ -210,6 +210,15 @@ def test_an_optimizer_that_cannot_be_recorded_steps_by_itself(make: Make, policy
     assert recorded.train.recordings.calls > 5
 
 
+def test_an_optimizer_is_pytorchs_own_whichever_was_built_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch wraps the step of the class that is built first. AdamW then has that of Adam, and none of its own."""
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))])
+    monkeypatch.delattr(torch.optim.AdamW, "step", raising=False)
+    training = Training(STEP, ADAM)
+    training.go([4] * 8)
+    assert training.updates > 0
+
+
 def test_a_hook_on_the_optimizers_step_is_called_each_time() -> None:
     training = Training(STEP, SGD)
     steps: list[int] = []
