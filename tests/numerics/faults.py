@@ -30,7 +30,8 @@ BOTH: tuple[Half, ...] = ("bf16", "fp16")
 class Fault:
     """A workload whose modules `culprits` break training under plain autocast in the dtypes `breaks`.
 
-    In FP32, and with exactly the culprits kept in FP32, it trains well.
+    In FP32, and with exactly the culprits kept in FP32, it trains well. A `quiet` fault leaves loss, weights and
+    buffers finite: gradients are wrong or zero.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Fault:
     culprits: tuple[str, ...]
     breaks: tuple[Half, ...]
     what: str
+    quiet: bool = False
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
@@ -582,7 +584,9 @@ def regression(*blocks: nn.Module) -> nn.Module:
     return tabular(*blocks, outputs=4, criterion=nn.MSELoss())
 
 
-def fault(name: str, culprits: str, breaks: tuple[Half, ...], what: str, **workload: Any) -> Fault:
+def fault(
+    name: str, culprits: str, breaks: tuple[Half, ...], what: str, *, quiet: bool = False, **workload: Any
+) -> Fault:
     """A fault of the modules whose paths `culprits` names, in a workload that Adam trains unless it is told."""
     return Fault(
         name=name,
@@ -590,6 +594,7 @@ def fault(name: str, culprits: str, breaks: tuple[Half, ...], what: str, **workl
         culprits=tuple(culprits.split()),
         breaks=breaks,
         what=what,
+        quiet=quiet,
     )
 
 
@@ -644,6 +649,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         batch=of_classes,
         optimizer=sgd,
+        quiet=True,
     ),
     fault(
         "vanishing_gradient",
@@ -652,6 +658,7 @@ FAULTS: tuple[Fault, ...] = (
         "The gradient of a reciprocal underflows to zero whatever the loss scale.",
         model=lambda: regression(*_residuals(2), Residual(Pace()), *_residuals(2)),
         batch=of_values,
+        quiet=True,
     ),
     fault(
         "tiny_epsilon",
@@ -716,6 +723,7 @@ FAULTS: tuple[Fault, ...] = (
         "Squared distances of about 20 are differences of numbers of about 50,000.",
         model=lambda: regression(*_residuals(2), RadialBasis(), *_residuals(2)),
         batch=of_values,
+        quiet=True,
     ),
     fault(
         "short_steps",
@@ -724,6 +732,7 @@ FAULTS: tuple[Fault, ...] = (
         "A running sum stands still, since each term is below half a unit in its last place.",
         model=lambda: regression(*_residuals(1), EulerSteps(), *_residuals(2)),
         batch=of_values,
+        quiet=True,
     ),
     fault(
         "one_pass_variance",
@@ -732,6 +741,7 @@ FAULTS: tuple[Fault, ...] = (
         "A variance of about 1 is the difference of two numbers of about 3600.",
         model=lambda: tabular(*_residuals(2), BatchNormed(), Residual(FeedForward(), OnePassNorm()), *_residuals(1)),
         batch=of_classes,
+        quiet=True,
     ),
     fault(
         "hour_of_shift",
@@ -740,6 +750,7 @@ FAULTS: tuple[Fault, ...] = (
         "Hours above 1024 are rounded to multiples of 8, the very period that is asked for.",
         model=lambda: regression(*_residuals(1), HourOfShift(), *_residuals(2), BatchNormed()),
         batch=of_worked_hours,
+        quiet=True,
     ),
     fault(
         "hash_by_product",
@@ -750,6 +761,7 @@ FAULTS: tuple[Fault, ...] = (
         batch=_hashed,
         optimizer=adamw,
         batch_size=64,
+        quiet=True,
     ),
     fault(
         "kelvin_loss",
@@ -760,6 +772,7 @@ FAULTS: tuple[Fault, ...] = (
             *_residuals(2), BatchNormed(), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=KelvinLoss()
         ),
         batch=of_temperatures,
+        quiet=True,
     ),
     fault(
         "two_overflows",
@@ -777,5 +790,6 @@ FAULTS: tuple[Fault, ...] = (
         "A running sum stands still early, and a variance is lost in a difference late.",
         model=_two_quiet,
         batch=of_values,
+        quiet=True,
     ),
 )
