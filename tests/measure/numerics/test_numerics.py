@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amptune.measure.numerics.comparison import compare
-from amptune.measure.numerics.randomness import DrawingInFp32
 from amptune.measure.numerics.sketches import MOST_COLUMNS, MOST_TOGETHER, Sketcher
 from amptune.measure.results.training_runs import THOROUGHNESS, Gradients, LossCurve, Parity, Reference, Run
 from amptune.policy.settings import STOCK
@@ -445,20 +444,3 @@ def test_a_channel_that_varies_most_is_one_of_all_channels() -> None:
 @pytest.mark.parametrize("broken", [math.inf, math.nan])
 def test_one_variance_that_is_not_finite_is_no_chance(broken: float) -> None:
     assert off_of([1.0] * 64, [broken] + [1.0] * 63) == math.inf
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda dtype: torch.rand(64, dtype=dtype),
-        lambda dtype: torch.randn_like(torch.empty(64, dtype=dtype)),
-        lambda dtype: torch.empty(64, dtype=dtype).uniform_(),
-        lambda dtype: torch.bernoulli(torch.full((64,), 0.5, dtype=dtype)),
-    ],
-)
-def test_half_precision_draws_what_fp32_does(draw: Callable[[torch.dtype], torch.Tensor]) -> None:
-    torch.manual_seed(3)
-    with DrawingInFp32():
-        half = draw(torch.bfloat16)
-    torch.manual_seed(3)
-    assert torch.equal(half, draw(torch.float32).bfloat16())
