@@ -1,4 +1,4 @@
-"""The table of what a GPU lacks and what that means: tensor cores, dtypes, the compiler's kernels, those of the PyTorch here."""
+"""The table of what a GPU lacks: tensor cores, dtypes, the compiler's kernels, those of the PyTorch here."""
 
 from __future__ import annotations
 
