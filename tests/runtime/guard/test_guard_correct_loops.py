@@ -234,19 +234,6 @@ def an_overflow_that_is_mended(tuned: Tuned, model: nn.Module) -> None:
         finish(tuned, optimizer)
 
 
-def in_parallel(tuned: Tuned, model: nn.Module) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        called, optimizer = nn.parallel.DistributedDataParallel(tuned.model), sgd(model)
-        for _ in range(STEPS):
-            with tuned.autocast():
-                loss = called(images()).float().square().mean()
-            tuned.scaler.scale(loss).backward()
-            finish(tuned, optimizer)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def lbfgs(tuned: Tuned, model: nn.Module) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
@@ -269,7 +256,7 @@ LOOPS: list[Loop] = [
     *(checkpointing(use_reentrant=True), checkpointing(use_reentrant=False)),
     *(under(Sharpness), under(Counting), with_scaler(torch.amp.GradScaler), with_scaler(OwnScaler)),
     *(gradients_set_by_hand, a_backward_that_raised),
-    *(an_optimizer_in_each_backward, an_overflow_that_is_mended, in_parallel),
+    *(an_optimizer_in_each_backward, an_overflow_that_is_mended),
 ]
 CASES = [(loop, policy) for loop in LOOPS for policy in (FP16, BF16, Policy(), FUSED)]
 CASES += [(loop, policy) for loop in (lbfgs, under(Anything)) for policy in (BF16, Policy())]
