@@ -40,7 +40,7 @@ def diagnose_command(
     Numerics: training under autocast in bf16 and in fp16 is held against FP32; where it is not as good, the module in
     which that begins is named, and the smallest set of modules that cures it when kept in FP32. Speed: what the step
     waits for, as stock PyTorch runs it and under the AMP recipe. Exit code 0 whatever is found; 3 if stock
-    PyTorch cannot run a step.
+    PyTorch cannot run a step, or its numbers break.
     """
     session.start_importing(target, device)
     from amptune.report.terminal import print_diagnosis
@@ -53,7 +53,7 @@ def diagnose_command(
         print_json("amptune.diagnose/1", _as_data(found, target))
     else:
         print_diagnosis(found, sys.stdout)
-    return 0
+    return 3 if any(finding.code == "fp32-breaks" for finding in found.findings) else 0
 
 
 def _as_data(found: Diagnosis, target: str) -> dict[str, Any]:

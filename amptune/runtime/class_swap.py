@@ -52,6 +52,8 @@ def obstacle(module: nn.Module, change: Change = "fp32") -> str | None:
         return "runs under a policy already; undo that one first (a copy of a patched model is patched too)"
     if change == "half" and any(module.children()):
         return "holds other modules; only modules without children can be run in half"
+    if change == "half" and getattr(module, "sparse", False) is True:
+        return "has sparse gradients, which PyTorch cannot cast back; leave it out of half_modules"
     if isinstance(module, torch.jit.ScriptModule):
         return "is a TorchScript module, whose forward cannot be replaced; apply the policy before scripting"
     if "forward" in vars(module):

@@ -125,7 +125,7 @@ class _Examination:
     def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
         time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)
         judge = Judge(self.evaluator, STOCK, time, self._tell, prepared.subject.tolerance, reference_share=0.2)
-        for recipe in _recipes(prepared.hardware):
+        for recipe in _recipes(prepared):
             yield _dtype(judge, recipe, prepared.subject)
 
     def _tell(self, event: Event) -> None:
@@ -136,7 +136,7 @@ class _Examination:
         """Profiles the AMP recipe, which most people use, and stock PyTorch."""
         profiles: list[tuple[Policy, StepProfile]] = []
         findings: list[Finding] = []
-        for policy in (*_recipes(prepared.hardware)[:1], STOCK):
+        for policy in (*_recipes(prepared)[:1], STOCK):
             profile = self._profile(policy)
             if isinstance(profile, str):
                 findings.append(Finding(code="not-profiled", message=profile, figures={"policy": str(policy)}))
@@ -166,8 +166,14 @@ class _Examination:
             yield _under(policy, Finding(code="input-bound", message=message, figures=figures))
 
 
-def _recipes(hardware: Hardware) -> tuple[Policy, ...]:
-    """Returns the AMP recipe in the dtypes that this machine has, bf16 first. Any CPU computes both, if slowly."""
+def _recipes(prepared: Prepared) -> tuple[Policy, ...]:
+    """Returns the AMP recipe in the dtypes that this machine has, bf16 first; none for a model in float64.
+
+    Any CPU computes both, if slowly.
+    """
+    if not prepared.subject.castable:
+        return ()
+    hardware = prepared.hardware
     bf16 = hardware.gpu is None or hardware.gpu.bf16
     dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
     return tuple(amp_recipe(dtype) for dtype in dtypes)
@@ -183,7 +189,9 @@ def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
         findings = (sound_finding(judgement), *yardstick_findings(judgement))
         return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=findings)
     cure, findings = examined(judge, judgement, subject)
-    if cure is None and recipe.autocast == "fp16" and judge.budget.left_s > 0:
+    failure = judgement.parity.failure
+    is_explained = cure is not None or (failure is not None and failure.in_update)
+    if not is_explained and recipe.autocast == "fp16" and judge.budget.left_s > 0:
         findings += tuple(_of_scaler(judge, recipe))
     return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
 

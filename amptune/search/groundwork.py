@@ -174,6 +174,8 @@ class Numerics:
 
 def examined(judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, tuple[Finding, ...]]:
     """Returns the cure of a policy that did not pass, None if there is none, and the findings about the policy."""
+    if judgement.parity.failure is not None and judgement.parity.failure.in_update:
+        return None, tuple(findings_of(judgement, None, ()))
     traces = judge.traces_of(judgement.policy)
     cure, out_of_time = None, False
     try:

@@ -15,6 +15,7 @@ import torch
 
 from amptune.changes.tensor_tree import moved_to
 from amptune.hardware.nvml import NvmlGpu
+from amptune.measure.bench.broken_batches import broken_in_words
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
@@ -112,9 +113,28 @@ class Bench:
             return self._leader.lead(policy, effort, trial, get_none=self._get_none(policy))
         except BaseException as error:  # noqa: BLE001  # the user's code may raise anything, SystemExit too
             traceback.print_exc()  # into the worker's log
-            return failure_of(error)
+            failure = failure_of(error)
+            if failure.kind != "nonfinite" or policy != STOCK or self._leader is not None:
+                return failure
+            which = self._broken_batches(effort)
+            return replace(failure, message=f"{failure.message}; {which}") if which else failure
         finally:
             self.release()
+
+    def _broken_batches(self, effort: Effort) -> str:
+        """Returns in words which batches of `sequence` break stock PyTorch's loss by themselves; "" if that is none."""
+        batches, given = self._on_device(self.workload.batch_size, effort.batches), list[Any]()
+        with self.on_device(STOCK, iter(given.pop, None)) as (_, stepper):
+
+            def loss_of(batch: Any) -> float:
+                self.restart()
+                given.append(batch)
+                return float(stepper())
+
+            try:
+                return broken_in_words(batches, loss_of)
+            except Exception:  # noqa: BLE001  # that training broke is known already
+                return ""
 
     def _get_none(self, policy: Policy) -> bool:
         """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""

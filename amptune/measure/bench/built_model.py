@@ -27,11 +27,25 @@ def built(workload: Workload, seed: int) -> torch.nn.Module:
             f"{workload.name}: model() returned a compiled model: give it before torch.compile, which amptune tries by "
             "itself"
         )
+    _set_modes(model)
     if any(is_lazy(parameter) for parameter in (*model.parameters(), *model.buffers())):
         _initialise_lazy(model, workload)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TargetError(f"{workload.name}: the model has no parameters that require a gradient; nothing to train")
     return model
+
+
+def _set_modes(model: torch.nn.Module) -> None:
+    """Lets the user's own `train()` set the modes, as a loop does before it trains: it may keep BatchNorm frozen.
+
+    Modes that were set by hand stay, but for those of a module with such a method, and of what is inside it.
+    """
+    inside: set[torch.nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and type(module).train is not torch.nn.Module.train:
+            inside.update(module.modules())
+            with user_code(f"{type(module).__name__}.train()"):
+                module.train(module.training)
 
 
 def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from types import TracebackType
+
 import torch
 
 from amptune.errors import AmptuneError, PolicyApplyError, first_line
@@ -19,6 +22,7 @@ _OUT_OF_MEMORY = (
     "not enough memory",
 )
 _COMPILER = ("torch._dynamo", "torch._inductor")
+_UPDATING = ("torch/amp/grad_scaler.py", "torch/nn/utils/clip_grad.py", "amptune/runtime/scaler.py")
 # Memory is short if less than this share of the device's is free.
 _SHORT = 0.1
 _UNSUPPORTED = ("not implemented for", "is not supported", "not currently supported", "CUDNN_STATUS_NOT_SUPPORTED")
@@ -48,6 +52,7 @@ def failure_of(error: BaseException) -> Failure:
         message=first_line(error),
         where=where_in_user_code(error.__traceback__),
         exception=type(error).__name__,
+        in_update=_is_in_update(error.__traceback__),
     )
 
 
@@ -84,6 +89,17 @@ def _kind_of(error: BaseException) -> FailureKind:
 def _is_of_the_compiler(error: BaseException) -> bool:
     """Returns True if torch.compile failed: no C++ compiler or Triton, or an operation that it cannot lower."""
     return type(error).__module__.partition(".")[0] == "triton" or type(error).__module__.startswith(_COMPILER)
+
+
+def _is_in_update(trace: TracebackType | None) -> bool:
+    """Returns True for an exception of the loss scaler, the optimizer or clipping, but not of a model they called."""
+    for frame in reversed(traceback.extract_tb(trace)):
+        file = frame.filename.replace("\\", "/")
+        if file.endswith("torch/nn/modules/module.py"):
+            return False
+        if file.endswith(_UPDATING) or "torch/optim/" in file:
+            return True
+    return False
 
 
 def _any_in(needles: tuple[str, ...], text: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,14 +88,20 @@ class Stepper:
         """Runs a step; returns True if some of the model's weights get no gradient in it, or if that cannot be seen."""
         weights = [parameter for parameter in self._tuned.model.parameters() if parameter.requires_grad]
         found: list[bool] = []
-        self.before_optimizer(lambda _: found.append(any(weight.grad is None for weight in weights)))
+        self.before_optimizer(lambda *_: found.append(any(weight.grad is None for weight in weights)))
         self()
         return not found or any(found)
 
-    def before_optimizer(self, look: Callable[[torch.optim.Optimizer], None]) -> None:
-        """Registers `look` to be called before each optimizer step that the loss scaler does not skip."""
+    def before_optimizer(self, look: Callable[[torch.optim.Optimizer, Collection[int]], None]) -> None:
+        """Registers `look`, called before each optimizer step that the loss scaler does not skip.
+
+        It is given the optimizer and the ids of the parameters that this one steps: while it does, gradients of another
+        optimizer's may still be multiplied by the loss scale, or be left over from another pass.
+        """
         for one in self.optimizers:
-            one.register_step_pre_hook(lambda optimizer, _args, _kwargs: look(optimizer))
+            # held now: in the step it holds the masters of half weights
+            held = frozenset(id(parameter) for group in one.param_groups for parameter in group["params"])
+            one.register_step_pre_hook(partial(_look, look, held))
 
     @property
     def last_loss(self) -> float:
@@ -147,6 +155,10 @@ class Stepper:
         return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
 
 
+def _look(look: Callable[..., None], held: Collection[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    look(optimizer, held)
+
+
 def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim.Optimizer]:
     """Returns what `optimizer(model)` built, as a sequence. Raises `TargetError` if a training step cannot use it."""
     several = isinstance(built, list | tuple)
@@ -163,7 +175,17 @@ def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim
             f"optimizer(model) returned {len(found)} optimizers, and amptune's own step has one: write the step as "
             "step(tuned, model, optimizers, batch), in place of loss"
         )
+    if workload.step is None and _needs_closure(found[0]):
+        raise TargetError(
+            f"{type(found[0]).__name__} runs the model in its own step, by a closure that amptune's step does not give "
+            "it: write the step as step(tuned, model, optimizer, batch), with optimizer.step(closure), in place of loss"
+        )
     return found
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _checked(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Checks of a workload's batches before time is spent on measuring: their size, and that a loader has any."""
+"""Checks of a workload's batches before time is spent on measuring: their size and shapes, and what a loader has."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 
 import torch
@@ -10,10 +11,14 @@ from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import AmptuneError, TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop.feed import Epochs, require_size
+from amptune.policy.findings import Finding
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["require_sound_input"]
+__all__ = ["changing_shapes", "require_sound_input"]
+
+# So many shapes are usual: that of every batch, and that of the last.
+USUAL_SHAPES = 2
 
 
 def require_sound_input(bench: Bench) -> None:
@@ -24,6 +29,19 @@ def require_sound_input(bench: Bench) -> None:
         return
     with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
         require_size(workload, workload.batch_size, next(epochs))
+
+
+def changing_shapes(bench: Bench) -> Iterator[Finding]:
+    """Yields a finding if batches have many shapes, as texts have that are padded one batch at a time."""
+    batches = bench.drawn.sequence(bench.workload.batch_size)
+    count = len({tuple(tuple(tensor.shape) for tensor in tensors_in(batch)) for batch in batches})
+    if count > USUAL_SHAPES:
+        message = (
+            f"{len(batches)} batches have {count} different shapes: a CUDA graph is recorded for each shape, and "
+            "torch.compile compiles again when shapes begin to change; all policies were timed on batches like these. "
+            "Fewer lengths (padding to a multiple of 64, batches of similar lengths) may let both pay"
+        )
+        yield Finding(code="changing-shapes", message=message, figures={"shapes": count, "batches": len(batches)})
 
 
 def _require_samples(workload: Workload, batch: object) -> None:

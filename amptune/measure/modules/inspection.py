@@ -50,8 +50,8 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
         with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
-            fusable = any(map(is_fusable, stepper.optimizers))
-            _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
+            has_sparse = _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
+            fusable = any(map(is_fusable, stepper.optimizers)) and not has_sparse
     except TargetError:
         raise
     except (Exception, SystemExit) as error:  # noqa: BLE001  # reported by the baseline's trial, which repeats it
@@ -70,7 +70,12 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
             len(m.kernel_size) for m in leaves.values() if isinstance(m, nn.modules.conv._ConvNd)
         ),
         modules=tuple(
-            Module(path=path, types=_types_of(module), runs=has_forward(module))
+            Module(
+                path=path,
+                types=_types_of(module),
+                runs=has_forward(module),
+                in_half=any(module.children()) or obstacle(module, "half") is None,
+            )
             for path, module in bench.model.named_modules()
             if path
         ),
@@ -83,7 +88,12 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),
         wide_linears=_wide_linears(bench, seen),
         threads=torch.get_num_threads() if bench.device.type == "cpu" else 0,
+        castable=any(_is_castable(parameter) for parameter in bench.model.parameters()),
     )
+
+
+def _is_castable(parameter: nn.Parameter) -> bool:
+    return parameter.dtype not in (torch.float64, torch.complex128)
 
 
 def _wide_linears(bench: Bench, seen: Mapping[str, Leaf]) -> tuple[str, ...]:
@@ -103,13 +113,19 @@ def _is_wide(linear: nn.Linear, flops: int) -> bool:
     return rows >= LEAST_SIDE and obstacle(linear, "float8") is None
 
 
-def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> None:
-    """Runs a step, or several of the user's own until one trains. Raises `TargetError` if the model is not trained."""
+def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> bool:
+    """Runs a step, or several of the user's own until one trains; returns True if a gradient is sparse.
+
+    Raises `TargetError` if the model is not trained.
+    """
     held = [parameter for optimizer in stepper.optimizers for parameter in _require_own(optimizer, model)]
     reached: list[bool] = []
+    sparse: list[bool] = []
 
     def note(*_: Any) -> None:
-        reached.append(any(parameter.grad is not None for parameter in held))
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        reached.append(bool(gradients))
+        sparse.append(any(gradient.is_sparse for gradient in gradients))
 
     versions = versions_of(list(model.parameters()))
     with ExitStack() as hooks:
@@ -128,6 +144,7 @@ def _require_training(stepper: Stepper, model: nn.Module, *, own_step: bool) -> 
         if not any(parameter.requires_grad for parameter in held):
             raise TargetError("the optimizer's parameters are all frozen: they have requires_grad=False")
         raise TargetError("no gradient reaches the optimizer's parameters: loss(model, batch) is to use its model")
+    return any(sparse)
 
 
 def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -212,13 +212,13 @@ class Training:
             )
         raise NonFiniteError("the gradient overflows at every loss scale, so no step is taken")
 
-    def _capture(self, optimizer: torch.optim.Optimizer) -> None:
-        """Captures gradients before an optimizer step, unless they overflowed: some optimizers skip by themselves."""
+    def _capture(self, optimizer: torch.optim.Optimizer, held: Collection[int]) -> None:
+        """Captures the gradients that an optimizer steps with, unless they overflowed: some skip by themselves."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not float(found_inf):
             scale = getattr(optimizer, "grad_scale", None)
             with torch._C.DisableTorchFunction():
-                self._captured.append(self.sketcher(1.0 if scale is None else scale))
+                self._captured.append(self.sketcher(1.0 if scale is None else scale, held))
 
     def _require_finite(self, sketch: torch.Tensor) -> None:
         if not torch.isfinite(sketch).all():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -45,12 +45,17 @@ class Sketcher:
         self._signs = [self._signs_of(counts[group[0]], self._parameters[group[0]].device) for group in self._alike]
 
     @torch.no_grad()
-    def __call__(self, scale: float | torch.Tensor = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (sketch, number of noticeable elements of each parameter) of the gradients, divided by `scale`."""
+    def __call__(
+        self, scale: float | torch.Tensor = 1.0, held: Collection[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (sketch, number of noticeable elements of each parameter) of the gradients, divided by `scale`.
+
+        Those of parameters whose id is not `held` count as 0; None: all are.
+        """
         sketches: dict[int, torch.Tensor] = {}
         counts: dict[int, torch.Tensor] = {}
         for group, signs in zip(self._alike, self._signs, strict=True):
-            rows = torch.stack([_flat_gradient(self._parameters[i]) for i in group])
+            rows = torch.stack([_flat_gradient(self._parameters[i], held) for i in group])
             sketches |= zip(group, _sums(rows, signs, self._most), strict=True)
             counts |= zip(group, _noticeable(rows), strict=True)
         places = range(len(self._parameters))
@@ -84,8 +89,8 @@ def _of_one_size(counts: Sequence[int], devices: Sequence[torch.device]) -> list
     return list(groups.values())
 
 
-def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
+def _flat_gradient(parameter: nn.Parameter, held: Collection[int] | None) -> torch.Tensor:
+    if parameter.grad is None or (held is not None and id(parameter) not in held):
         return torch.zeros(_numbers(parameter).numel(), device=parameter.device)
     return _numbers(_dense(parameter.grad)).reshape(-1).float()
 

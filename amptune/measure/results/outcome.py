@@ -128,12 +128,16 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A reason why a policy was not measured; `where` is `file:line` if the user's code raised an exception."""
+    """A reason why a policy was not measured; `where` is `file:line` if the user's code raised an exception.
+
+    `in_update` is True if the loss scaler, the optimizer or the clipping of gradients raised it: no module is at fault.
+    """
 
     kind: FailureKind
     message: str
     where: str | None = None
     exception: str | None = None
+    in_update: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else "")

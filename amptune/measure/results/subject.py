@@ -32,12 +32,14 @@ class Module:
     """Any module of the model except the root, under the first of its paths.
 
     `types` are the names of its class and base classes, which type rules match. `runs` is False for a container
-    without its own forward (a ModuleList); in a rule such a container stands for its children.
+    without its own forward (a ModuleList); in a rule such a container stands for its children. `in_half` is False for
+    one that `half_modules` may not name.
     """
 
     path: str
     types: tuple[str, ...]
     runs: bool = True
+    in_half: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,8 @@ class Subject:
     leaves of blocks that equal another, which a compiler of blocks need not compile again; `blocks` are the paths of
     such blocks, in order, that can compute their activations again. `wide_linears` are the paths of the Linears for
     which FP8 may pay and that can run in it on this machine, without the last one called, the head. `threads` is the
-    number of threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU.
+    number of threads that PyTorch uses on a CPU, and 0 for a model that is trained on a GPU. A model that computes in
+    float64 alone is not `castable`: autocast and half weights leave float64 as it is.
     """
 
     name: str
@@ -71,6 +74,18 @@ class Subject:
     blocks: tuple[str, ...] = ()
     wide_linears: tuple[str, ...] = ()
     threads: int = 0
+    castable: bool = True
+
+    @property
+    def noticed(self) -> tuple[Finding, ...]:
+        """What is worth saying about the model before anything was measured."""
+        if self.castable:
+            return ()
+        message = (
+            "the model computes in float64, which autocast, half weights and TF32 leave as it is, so none of them was "
+            "tried; if FP32 is precise enough for it, build it in FP32 and tune that"
+        )
+        return (Finding(code="float64", message=message),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,7 @@ AUTOCAST = Knob(
     stock="off",
     values=get_args(Autocast),
     is_always_written=True,
+    matters=lambda value, subject: value == "off" or subject.castable,
     in_memory=lambda policy: "off" if policy.autocast == "off" else "bf16",  # both take the same
     precision="whole",
     apply=_keep_out_of_compiled_backward,

@@ -20,6 +20,11 @@ LEAST_TO_BLAME = 2.0
 # The largest number each dtype holds.
 LARGEST = {"fp16": 65504.0, "bf16": 3.3895e38}
 
+_IN_UPDATE = (
+    "the error comes from the loss scaler, from clipping or from the optimizer, after the backward pass, so the model "
+    "is not at fault: change the step there"
+)
+
 
 def sound_finding(judgement: Judgement) -> Finding:
     policy = judgement.policy
@@ -114,7 +119,11 @@ def _cure(judgement: Judgement, cure: Cure) -> Finding:
 
 
 def _unsound(judgement: Judgement, *, out_of_time: bool) -> Finding:
-    policy = judgement.policy
+    policy, failure = judgement.policy, judgement.parity.failure
+    if failure is not None and failure.in_update:
+        message = f"{_named(policy)} cannot be used with this step ({judgement}); {_IN_UPDATE}"
+        message += ", or use bf16 or FP32, which need no loss scaler" if policy.autocast == "fp16" else ""
+        return Finding(code="unsound", message=message, figures=_figures(policy))
     why = (
         "there was no time to find the modules behind it; give more with --budget"
         if out_of_time

@@ -92,7 +92,7 @@ def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladde
 def _kept_wide(subject: Subject, sensed: Mapping[str, Sensitivity]) -> tuple[HalfRule, ...]:
     """Returns rules for the modules that always output FP32, except the last module: a loss needs FP32 input."""
     modules = next(iter(sensed.values())).modules if sensed else ()
-    paths = {module.path for module in subject.modules}
+    paths = {module.path for module in subject.modules if module.in_half}
     wide = [module.path for module in modules[:-1] if module.stream == "fp32" and module.path in paths]
     rules = general_rules(wide, subject.modules, root_types=subject.root_types)
     return tuple(HalfRule(path=rule.path, type=rule.type) for rule in rules)
