@@ -19,7 +19,12 @@ __all__ = ["parts_of_loop"]
 
 
 def parts_of_loop(
-    model: nn.Module, loader: Iterable[Any], loss: Callable[..., Any], optimizer: Any, batch_size: int | None
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss: Callable[..., Any],
+    optimizer: Any,
+    batch_size: int | None,
+    batch_dim: int | None = None,
 ) -> dict[str, Any]:
     """Returns the parts of a `Workload` by name. Raises `TargetError` for what cannot be one."""
     if not isinstance(model, nn.Module):
@@ -30,10 +35,15 @@ def parts_of_loop(
         )
     return {
         "model": CopiedModel(model),
-        **LoaderBatches(loader, batch_size).parts,
+        **LoaderBatches(loader, batch_size, batch_dim, is_time_major=is_time_major(model)).parts,
         "loss": Criterion(loss) if is_criterion(loss) else LossOfModel(loss),
         "optimizer": RebuiltOptimizer(optimizer, model) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
     }
+
+
+def is_time_major(model: nn.Module) -> bool:
+    """Returns True if a module of the model takes (time, samples, …), as PyTorch's recurrent ones do by default."""
+    return any(getattr(module, "batch_first", True) is False for module in model.modules())
 
 
 def is_criterion(loss: Any) -> bool:

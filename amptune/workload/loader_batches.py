@@ -21,6 +21,8 @@ __all__ = ["LARGE_BYTES", "MOST_KEPT", "LoaderBatches"]
 # So many batches are kept, or fewer if these are large: of a loader that decides itself which samples go together, and
 # of what steps are timed on.
 MOST_KEPT, LARGE_BYTES = 32, 256 * MIB
+# So many batches are looked at to tell which axis holds the samples.
+MOST_SEEN = 3
 
 
 class LoaderBatches:
@@ -28,23 +30,33 @@ class LoaderBatches:
 
     Random samples are collated. If the loader chooses samples itself (a sampler of its own, an `IterableDataset`, no
     DataLoader at all), its first batches are taken as they come, because their shapes may depend on that choice.
-    Raises `TargetError` if `batch_size` is neither given nor known from the loader.
+    Raises `TargetError` if `batch_size` is neither given nor known from the loader, or if its batches do not show
+    along which axis samples are counted (`batch_dim`): of a model that `is_time_major` it may be the second.
     """
 
-    def __init__(self, loader: Iterable[Any], batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        batch_size: int | None = None,
+        batch_dim: int | None = None,
+        *,
+        is_time_major: bool = False,
+    ) -> None:
         if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
             raise TargetError(
                 f"loader is {type(loader).__name__}, which cannot be iterated over again for each epoch: give a "
                 "DataLoader, a list of batches, or an object whose __iter__ begins anew"
             )
         self.loader = loader
-        self.batch_size = batch_size or _size_of(loader)
+        self.batch_size = batch_size or _size_of(loader, batch_dim, is_time_major=is_time_major)
+        self.batch_dim = _axis_of(loader, self.batch_size) if batch_dim is None else batch_dim
         self._kept: list[Any] = []
 
     @property
     def parts(self) -> dict[str, Any]:
         """The parts of a `Workload` that come from the loader, by name."""
-        return {"batch": self.batch, "loader": self.at, "batch_size": self.batch_size}
+        own = {"batch_size": self.batch_size, "batch_dim": self.batch_dim}
+        return {"batch": self.batch, "loader": self.at, **own}
 
     def batch(self, n: int) -> Any:
         """Returns n samples, drawn by torch's global generator."""
@@ -76,19 +88,45 @@ class LoaderBatches:
             loader._iterator = None
             if loader.num_workers and _is_of_main(loader):
                 loader.multiprocessing_context = "fork"  # other kinds of processes cannot import what came by value
-        return {"loader": loader, "batch_size": self.batch_size, "_kept": []}
+        own = {"batch_size": self.batch_size, "batch_dim": self.batch_dim}
+        return {"loader": loader, **own, "_kept": []}
 
 
-def _size_of(loader: Iterable[Any]) -> int:
+def _size_of(loader: Iterable[Any], batch_dim: int | None, *, is_time_major: bool) -> int:
+    kind = type(loader).__name__
     if isinstance(loader, DataLoader):
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
-    else:  # such as a list
-        with _own_randomness():
-            first = list(islice(loader, 1))
-        size = next((len(tensor) for tensor in tensors_in(first) if tensor.ndim), None)
-    if not isinstance(size, int):
-        raise TargetError(f"the {type(loader).__name__} does not tell its batch size: pass batch_size=…")
-    return size
+        if not isinstance(size, int):
+            raise TargetError(f"the {kind} does not tell its batch size: pass batch_size=…")
+        return size
+    shapes = [tensor.shape for batch in _seen(loader) for tensor in tensors_in(batch) if tensor.ndim]
+    if not shapes:
+        raise TargetError(f"the {kind} does not tell its batch size: pass batch_size=…")
+    first = {shape[min(batch_dim or 0, len(shape) - 1)] for shape in shapes}
+    if len(first) == 1 and (batch_dim is not None or not is_time_major):
+        return first.pop()
+    common = set.intersection(*map(set, shapes))
+    if len(common) == 1:
+        return common.pop()
+    raise TargetError(
+        f"the batches of this {kind} do not show which axis holds the samples: write batch_dim=1 if it is the second "
+        "(time, samples, …), as in Workload(batch_dim=1), batch_dim=0 if it is the first, or pass batch_size=…"
+    )
+
+
+def _axis_of(loader: Iterable[Any], batch_size: int) -> int:
+    """Returns 1 if that axis has the batch size as its length where tensors have two, and the first has not; else 0."""
+    if isinstance(loader, DataLoader):
+        return 0  # its batches are not looked at ahead
+    shapes = [tensor.shape for batch in _seen(loader) for tensor in tensors_in(batch) if tensor.ndim > 1]
+    return int(bool(shapes) and all(shape[1] == batch_size != shape[0] for shape in shapes))
+
+
+def _seen(loader: Iterable[Any]) -> list[Any]:
+    """Returns the first batches but the last of them, which may be smaller."""
+    with _own_randomness():
+        first = list(islice(loader, MOST_SEEN))
+    return first[:-1] or first
 
 
 def _is_of_main(loader: DataLoader[Any]) -> bool:

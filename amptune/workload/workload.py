@@ -29,7 +29,8 @@ class Workload:
     - `step(tuned, model, optimizer, batch)` replaces `loss` if a step is not forward, loss, backward, optimizer
       step; it does the whole step, with `tuned.autocast()` and `tuned.scaler`, and returns the loss. It gets what
       `optimizer` returned.
-    - `batch_size` is the size training uses today; the baseline uses it too. `accumulate` is today's number of such
+    - `batch_size` is the size training uses today; the baseline uses it too. Samples are counted along the axis
+      `batch_dim` of a batch's tensors: 1 for time-major ones (time, samples, …). `accumulate` is today's number of such
       batches for one optimizer step; every policy keeps their product. `clip` is the largest gradient norm, if training
       clips gradients (`clip_grad_norm_`).
     - `loader(batch_size)` returns an iterable of batches like those of `batch`, such as training's DataLoader.
@@ -52,6 +53,7 @@ class Workload:
     evaluate: Callable[[torch.nn.Module], float] | None = None
     evaluate_tolerance: float | None = None
     batch_size: int = 32
+    batch_dim: int = 0
     accumulate: int = 1
     clip: float | None = None
     name: str | None = None
@@ -73,6 +75,8 @@ class Workload:
             for part in ("batch_size", "accumulate")
             if not isinstance(value := getattr(self, part), int) or isinstance(value, bool) or value < 1
         ]
+        if not isinstance(self.batch_dim, int) or isinstance(self.batch_dim, bool) or self.batch_dim < 0:
+            wrong.append(f"batch_dim must be an axis, 0 or 1 as a rule, not {self.batch_dim!r}")
         if self.step is not None and (self.accumulate != 1 or self.clip is not None):
             wrong.append("accumulate and clip need loss: a step of your own accumulates and clips by itself")
         if self.clip is not None and not (isinstance(self.clip, int | float) and self.clip > 0):
@@ -93,6 +97,7 @@ class Workload:
         optimizer: torch.optim.Optimizer | Callable[[torch.nn.Module], torch.optim.Optimizer],
         *,
         batch_size: int | None = None,
+        batch_dim: int | None = None,
         accumulate: int = 1,
         clip: float | None = None,
         name: str | None = None,
@@ -101,13 +106,14 @@ class Workload:
 
         `loss` is a function `loss(model, batch)`, or PyTorch's kind (`nn.CrossEntropyLoss()`) for batches that are
         pairs (input, target). `optimizer` is built anew over the copied model, from its class, arguments and groups; or
-        it is a function of the model. `batch_size` is needed if the loader does not tell it.
+        it is a function of the model. `batch_size` is needed if the loader does not tell it, `batch_dim` where it is
+        not certain which axis holds the samples.
 
         Raises `TargetError` for what cannot be copied, such as quantised weights, with the reason.
         """
         from amptune.workload.from_loop import parts_of_loop
 
-        parts = parts_of_loop(model, loader, loss, optimizer, batch_size)
+        parts = parts_of_loop(model, loader, loss, optimizer, batch_size, batch_dim)
         return cls(**parts, accumulate=accumulate, clip=clip, name=name)
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import closing
 
 import torch
@@ -15,7 +15,7 @@ from amptune.policy.findings import Finding
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["changing_shapes", "require_sound_input"]
+__all__ = ["changing_shapes", "most_samples", "require_sound_input"]
 
 # So many shapes are usual: that of every batch, and that of the last.
 USUAL_SHAPES = 2
@@ -44,28 +44,39 @@ def changing_shapes(bench: Bench) -> Iterator[Finding]:
         yield Finding(code="changing-shapes", message=message, figures={"shapes": count, "batches": len(batches)})
 
 
+def most_samples(workload: Workload) -> int | None:
+    """Returns the number of samples in the loader's data set, which no batch can exceed; None if it does not tell."""
+    if workload.loader is None:
+        return None
+    with user_code(f"loader({workload.batch_size})"):
+        loader = workload.loader(workload.batch_size)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return len(sampler) if isinstance(sampler, Sized) else None
+
+
 def _require_samples(workload: Workload, batch: object) -> None:
-    """Raises `TargetError` if all tensors have one length that is not n, and it does not grow with n.
+    """Raises `TargetError` if all tensors have one length along the samples that is not n, and does not grow with n.
 
     A length that grows is that of packed samples, such as the tokens of n texts.
     """
     n = workload.batch_size
-    length = _length_of(batch)
+    axis = workload.batch_dim
+    length = _length_of(batch, axis)
     if length is None or any(n in tensor.shape for tensor in tensors_in(batch)):
         return
     try:
         with user_code(f"batch({2 * n})"):
-            more = _length_of(workload.batch(2 * n))
+            more = _length_of(workload.batch(2 * n), axis)
     except AmptuneError:
         more = None
     if more != 2 * length:
         raise TargetError(
-            f"batch({n}) returns {length} samples, by the first axis of all its tensors: throughput would count {n}; "
-            f"return n samples, or say batch_size={length}"
+            f"batch({n}) returns {length} samples, by axis {axis} of all its tensors: throughput would count {n}; "
+            f"return n samples, or say batch_size={length}, or batch_dim=… if samples lie along another axis"
         )
 
 
-def _length_of(batch: object) -> int | None:
-    """Returns the length of the first axis of all tensors; None if they differ in it."""
-    lengths = {len(tensor) for tensor in tensors_in(batch) if tensor.ndim}
+def _length_of(batch: object, axis: int) -> int | None:
+    """Returns the length of this axis, or the last one, of all tensors; None if they differ in it."""
+    lengths = {tensor.size(min(axis, tensor.ndim - 1)) for tensor in tensors_in(batch) if tensor.ndim}
     return lengths.pop() if len(lengths) == 1 else None

@@ -72,9 +72,10 @@ def batches_of(bench: Bench, *, divided: bool) -> tuple[list[Any], Spread]:
     if any(not _same(batch, batches[0]) for batch in batches[1:]):
         return batches, "batches"
     parts = min(MOST_COMPARED, samples // SMALLEST_PART)
-    if not divided or parts < 2 or not _is_divisible(batches[0], samples):
+    axis = bench.workload.batch_dim
+    if not divided or parts < 2 or not _is_divisible(batches[0], samples, axis):
         return batches[:1], "none"
-    return [_part(batches[0], samples, parts, which) for which in range(parts)], "parts"
+    return [_part(batches[0], samples, axis, parts, which) for which in range(parts)], "parts"
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -90,16 +91,22 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(stored_in(a), stored_in(b), strict=True))
 
 
-def _is_divisible(batch: Any, samples: int) -> bool:
-    return any(tensor.dim() and tensor.size(0) == samples for tensor in tensors_in(batch))
+def _holds(tensor: torch.Tensor, samples: int, axis: int) -> bool:
+    """Returns True if samples lie along this axis, or the last of a tensor with fewer."""
+    return tensor.dim() > 0 and tensor.size(min(axis, tensor.dim() - 1)) == samples
 
 
-def _part(batch: Any, samples: int, parts: int, which: int) -> Any:
-    """Returns part `which` of `parts` of a batch along its first dimension."""
+def _is_divisible(batch: Any, samples: int, axis: int) -> bool:
+    return any(_holds(tensor, samples, axis) for tensor in tensors_in(batch))
+
+
+def _part(batch: Any, samples: int, axis: int, parts: int, which: int) -> Any:
+    """Returns part `which` of `parts` of a batch along its axis of samples."""
     size = samples // parts
 
     def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-        of_samples = tensor.dim() and tensor.size(0) == samples
-        return tensor.narrow(0, which * size, size) if of_samples else tensor
+        if not _holds(tensor, samples, axis):
+            return tensor
+        return tensor.narrow(min(axis, tensor.dim() - 1), which * size, size)
 
     return map_tensors(narrowed, batch)

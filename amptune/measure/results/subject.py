@@ -97,7 +97,8 @@ class Prepared:
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
     different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the
     guard found in a step of the user's own, and that threads were left out. So many `devices` train together in a step
-    that is timed, by the workload's `own_parallel` or DistributedDataParallel.
+    that is timed, by the workload's `own_parallel` or DistributedDataParallel. `most_samples` is the largest batch that
+    the loader can give, all of its data, if that is known.
     """
 
     hardware: Hardware
@@ -109,6 +110,7 @@ class Prepared:
     noticed: tuple[Finding, ...] = ()
     devices: int = 1
     own_parallel: bool = False
+    most_samples: int | None = None
 
     def with_threads(self, threads: int) -> Prepared:
         """Returns these facts of workers that use so many threads: other programs keep the other cores busy."""

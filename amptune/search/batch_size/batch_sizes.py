@@ -105,6 +105,7 @@ def _sizer(
         model=MemoryModel(limit_mib=prepared.memory_mib, fixed=fixed),
         own_batch_size=own,
         allowed=_allowed(prepared, whole),
+        most=prepared.most_samples,
         left_s=left_s,
     )
 

@@ -14,7 +14,7 @@ __all__ = ["MOST_PROBES", "MOST_TIMES_OWN", "MOST_TIMES_OWN_ON_CPU", "Outlook", 
 
 MOST_PROBES = 6
 MOST_OOMS = 2
-# The size of the data set is not looked up, so this bounds the search for a model that takes almost no memory.
+# Bounds the search for a model that takes almost no memory, if the loader does not tell how many samples there are.
 MOST_TIMES_OWN = 4096
 # A CPU is kept busy by batches far below what fits into its memory.
 MOST_TIMES_OWN_ON_CPU = 16
@@ -31,14 +31,16 @@ class Sizes:
 
     cap: int
     allowed: tuple[int, ...] | None = None
+    is_all_data: bool = False
 
     @staticmethod
-    def around(own_batch_size: int, allowed: Sequence[int] | None = None) -> Sizes:
-        """Returns the sizes up to 4096 times the own one; with `allowed` sizes, only those."""
+    def around(own_batch_size: int, allowed: Sequence[int] | None = None, most: int | None = None) -> Sizes:
+        """Returns the sizes up to 4096 times the own one, or all the data; with `allowed` sizes, only those."""
         cap = MOST_TIMES_OWN * own_batch_size
-        if allowed is None:
-            return Sizes(cap=cap)
-        return Sizes(cap=cap, allowed=tuple(sorted({size for size in allowed if 1 <= size <= cap})))
+        cap, is_all_data = (most, True) if most is not None and most < cap else (cap, False)
+        if allowed is not None:
+            allowed = tuple(sorted({size for size in allowed if 1 <= size <= cap}))
+        return Sizes(cap=cap, allowed=allowed, is_all_data=is_all_data)
 
     def at_most(self, n: int) -> int:
         """Returns the largest size up to `n`; 0 if there is none."""
@@ -162,6 +164,8 @@ class Outlook:
     def _why_nothing_larger(self, fit: Fit, ok: int, top: int) -> str:
         larger = self.sizes.at_least(ok + 1)
         if not larger:
+            if self.sizes.is_all_data and 2 * ok > self.sizes.cap:
+                return f"the data set has {self.sizes.cap} samples"
             on_cpu = f"on a CPU up to {MOST_TIMES_OWN_ON_CPU} times the own batch"
             few = f"none that is larger is tried: {on_cpu}, with --global-batch what divides it"
             return few if self.sizes.allowed else f"it is {MOST_TIMES_OWN} times the own batch"

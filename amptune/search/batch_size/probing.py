@@ -90,6 +90,7 @@ class Sizer:
     model: MemoryModel
     own_batch_size: int
     allowed: Sequence[int] | None = None
+    most: int | None = None
     left_s: Callable[[], float] = lambda: math.inf
     clock: Clock = time.monotonic
     most_probes: int = MOST_PROBES
@@ -97,7 +98,7 @@ class Sizer:
     _sizes: Sizes = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sizes = Sizes.around(self.own_batch_size, self.allowed)
+        self._sizes = Sizes.around(self.own_batch_size, self.allowed, self.most)
 
     def learn(self, trials: Iterable[Trial]) -> None:
         """Adds what trials at any batch size say about memory."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import Policy
+from amptune.search.table.effects import Machine
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import KNOWN_TO, NEGLIGIBLE, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
@@ -75,7 +76,7 @@ class Contender:
     @property
     def is_shown(self) -> bool:
         """True if it is likely better than the baseline. If it may also be worse, its steps have to be alike."""
-        certain = self.gain is not None and self.gain.low >= 1
+        certain = self.gain is not None and self.gain.low > 1
         return self.chance >= LIKELY and not self.too_slow and self.believed and (certain or self.alike)
 
     @property
@@ -85,9 +86,10 @@ class Contender:
 
 
 def contenders_of(
-    rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective
+    rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective, machine: Machine
 ) -> Iterator[Contender]:
     """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
+    shows_alone = machine.shows_alone or objective.name == "memory"
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
     figures = _newest_figures(timed[baseline])
@@ -102,7 +104,7 @@ def contenders_of(
                 found,
                 settled=policy == baseline or policy in settled,
                 in_loop=any(row.in_loop for row in own),
-                alike=are_alike(own, of[baseline]),
+                alike=are_alike(own, of[baseline]) and (shows_alone or not _is_of_one_process(found.gain)),
                 believed=not contradicted or policy == baseline or _is_beyond_its_trial(policy, own),
                 rows=sum(isinstance(row.outcome, Measurement) for row in own),
             )
@@ -158,7 +160,9 @@ def _measured(
     """Returns a policy's figures; times are those of the `baseline`'s newest run, and of the loop if that was timed."""
     blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
     energies = [block.energy_j_per_sample for block in blocks if block.energy_j_per_sample is not None]
-    speed, gain = speeds.to_baseline(policy), scores.to_baseline(policy)
+    speed, gain = _honest(speeds.to_baseline(policy)), scores.to_baseline(policy)
+    if objective.name != "memory":
+        gain = _honest(gain)
     share = speeds.time_share(policy)
     logs = _log_speeds((row for row in rows if row.run == baseline.run), in_loop=baseline.in_loop)
     if not logs and speed is not None:
@@ -179,6 +183,15 @@ def _measured(
         fast_enough=_fast_enough(speed, objective),
         disturbed=all(row.is_disturbed for row in rows),
     )
+
+
+def _honest(ratio: Ratio | None) -> Ratio | None:
+    """Returns the ratio; one of two policies that one process alone has measured reaches 1."""
+    return ratio.of_one_process if ratio is not None and _is_of_one_process(ratio) else ratio
+
+
+def _is_of_one_process(ratio: Ratio | None) -> bool:
+    return ratio is not None and ratio.launches < PROCESSES and ratio.deviation > 0
 
 
 def _fast_enough(speed: Ratio | None, objective: Objective) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -50,6 +50,11 @@ class Ratio:
         if self.deviation == 0.0:
             return float(distance > 0)
         return float(stdtr(max(1.0, self.freedom), distance / self.deviation))
+
+    @property
+    def of_one_process(self) -> Ratio:
+        """The same with an interval that reaches 1: nobody has seen what another process does."""
+        return replace(self, low=min(self.low, 1.0), high=max(self.high, 1.0))
 
     @property
     def half_width(self) -> float:

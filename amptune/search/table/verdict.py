@@ -105,7 +105,7 @@ def verdict_of(
     )
     if speeds is None or scores is None:
         return None
-    contenders = tuple(sorted(contenders_of(rows, scores, speeds, objective), key=lambda one: one.place))
+    contenders = tuple(sorted(contenders_of(rows, scores, speeds, objective, machine), key=lambda one: one.place))
     own = next(one for one in contenders if one.policy == baseline)
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.is_shown]
@@ -150,6 +150,8 @@ def _doubt(winner: Contender, baseline: Contender) -> str | None:
     """Returns why not even certainty confirms that the winner is better, in words; None if nothing speaks so."""
     if winner.gain is not None and winner.gain.launches < PROCESSES:
         return f"but in one process alone, where it takes {PROCESSES} to confirm it"
+    if winner.policy.batch_size != baseline.policy.batch_size and not winner.in_loop:
+        return "but its batch size was never trained with the loader's own data"
     if winner.disturbed or baseline.disturbed:
         return "but never measured undisturbed beside the baseline"
     if winner.fast_enough < LIKELY:
