@@ -21,6 +21,8 @@ def answer_of(decision: Decision, output: str, training: str | None = None) -> t
 
 def _found(decision: Decision) -> str:
     verdict, objective = decision.verdict, decision.objective
+    if len(verdict.contenders) == 1:
+        return "no answer yet: there was time to measure the baseline only"
     if verdict.keeps_the_baseline:
         return f"keep what you have: no policy was shown {goal_of(objective)}"
     return f"{verdict.winner.policy}: {gain_in_words(objective, verdict.gain, verdict.speedup)}"
@@ -29,11 +31,14 @@ def _found(decision: Decision) -> str:
 def _sure(decision: Decision) -> str:
     verdict, winner, leader = decision.verdict, decision.verdict.winner, decision.verdict.leader
     if verdict.keeps_the_baseline:
+        others = counted(len(verdict.contenders) - 1, "other")
         if len(verdict.contenders) == 1:
-            return "only the baseline was measured"
+            return "nothing to compare"
         if leader is None or verdict.confidence != "undecided":
-            return f"{verdict.confidence}: none of {len(verdict.contenders) - 1} others is better"
-        return f"undecided: {leader.policy} is better with a probability of {chance_in_words(leader.chance)}"
+            return f"{verdict.confidence}: none of {others} is better"
+        if leader.merit <= 1:
+            return f"undecided: none of {others} looked better, by too few measurements to be sure"
+        return f"undecided: {leader.policy} may be better ({chance_in_words(leader.chance)} sure)"
     launches = max(1, verdict.gain.launches)
     by = f"{counted(winner.rows, 'measurement')} in {counted(launches, 'process')}"
     return f"{verdict.confidence}, {chance_in_words(winner.chance)} sure: {by}"

@@ -14,12 +14,11 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from amptune.measure.results.outcome import Failure, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded, WorkerSaid
 from amptune.search.plan.budget import Budget
 from amptune.search.plan.plan import Stage as PlanStage
-from amptune.search.table.gains import FIGURES, counted
-from amptune.search.table.objective import Objective
+from amptune.search.table.gains import counted
 from amptune.search.table.trial import Trial
 
 __all__ = ["STAGES", "LiveDisplay", "Standing", "standing_after"]
@@ -49,7 +48,6 @@ class Standing:
     failed: int = 0
     best: Trial | None = None
     baseline: Trial | None = None
-    objective: Objective | None = None
     others: Mapping[int, str] = field(default_factory=dict)
     """The last line of each other worker, by its number."""
 
@@ -62,27 +60,10 @@ class Standing:
 
     @property
     def leading(self) -> str:
-        """The best policy so far and how it compares with the baseline in single trials; empty if there is none."""
-        if self.best is None or self.baseline is None or self.objective is None:
+        """The best single trial so far; empty if there is none. How much better it is, only the comparison tells."""
+        if self.best is None or self.baseline is None:
             return ""
-        if self.best.policy == self.baseline.policy:
-            return "best so far: the baseline"
-        best, baseline = (_figure(trial.outcome, self.objective) for trial in (self.best, self.baseline))
-        ratio = f"{best / baseline:.2f}× the {FIGURES[self.objective.name]} of the baseline, " if baseline else ""
-        return f"best so far: {ratio}{self.best.policy}"
-
-
-def _figure(outcome: Outcome, objective: Objective) -> float:
-    """Returns the figure of the objective; 0 if there is none."""
-    if isinstance(outcome, Failure):
-        return 0.0
-    match objective.name:
-        case "memory":
-            return outcome.peak_allocated_mib
-        case "energy":
-            return outcome.energy_j_per_sample or 0.0
-        case "throughput":
-            return outcome.samples_per_s
+        return f"best trial so far: {'the baseline' if self.best.policy == self.baseline.policy else self.best.policy}"
 
 
 def standing_after(standing: Standing, event: Event) -> Standing:
@@ -99,7 +80,6 @@ def standing_after(standing: Standing, event: Event) -> Standing:
                 failed=standing.failed + isinstance(event.trial.outcome, Failure),
                 best=event.best,
                 baseline=event.baseline,
-                objective=event.objective,
             )
         case WorkerSaid():
             return replace(standing, others={**standing.others, event.worker: event.text})

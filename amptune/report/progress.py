@@ -26,6 +26,7 @@ from amptune.search.events import (
     WorkloadBuilt,
 )
 from amptune.search.plan.budget import Budget
+from amptune.search.table.gains import counted
 from amptune.search.table.objective import Objective
 
 __all__ = ["describe", "progress_for"]
@@ -66,9 +67,10 @@ def describe(event: Event) -> str | None:
         case TrialEnded():
             text = _trial(event)
         case SearchEnded():
-            text = f"search ended after {event.trials} new trials: {event.because}"
+            text = f"search ended after {counted(event.trials, 'new trial')}: {event.because}"
         case ComparisonStarted():
-            text = f"{STAGES[event.stage]}: {len(event.policies)} policies in turn"
+            several = "1 policy" if len(event.policies) == 1 else f"{len(event.policies)} policies in turn"
+            text = f"{STAGES[event.stage]}: {several}"
         case CurveTrained():
             seed = f"seed {event.seed + 1} of {event.seeds}"
             text = f"{seed}: {event.steps:,} steps under {event.policy}, the last loss is {event.last_loss:.4g}"

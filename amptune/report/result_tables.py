@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from amptune.report.markup import interval, number, times
 from amptune.report.text_table import TextRow, TextTable
 from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
 from amptune.search.table.gains import FIGURES
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from amptune.search.verification import Verification
 
 __all__ = ["ablation_table", "claim_table", "comparison_table", "curves_table", "pareto_table"]
-
-_HOW_TO_READ = (
-    "ms/step and samples/s are means of all that was measured. vs. baseline compares blocks that were measured in "
-    "turn, so it need not be their quotient."
-)
 
 
 def comparison_table(decision: Decision) -> TextTable:
@@ -50,7 +45,7 @@ def comparison_table(decision: Decision) -> TextTable:
             )
             for contender in shown
         ),
-        note=_HOW_TO_READ + (f" {decision.objective.name}: share of the baseline's." if used else ""),
+        note=f"{decision.objective.name}: share of the baseline's." if used else "",
     )
 
 
@@ -77,15 +72,14 @@ def _figures(contender: Contender, *, energy: bool, used: bool) -> tuple[str, ..
     """Returns the figures, or the kind of failure alone."""
     if contender.failure is not None or contender.step_ms is None:
         return (str(contender.failure and contender.failure.kind),)
-    interval = contender.step_ms_ci95
-    ratio = contender.vs_baseline
+    ratio, between = contender.vs_baseline, contender.step_ms_ci95
     return (
-        f"{contender.step_ms:.3f}",
-        "" if interval is None else f"{interval[0]:.3f}-{interval[1]:.3f}",
-        f"{contender.samples_per_s:,.1f}",
+        number(contender.step_ms),
+        "" if between is None else f"{number(between[0])}-{number(between[1])}",
+        number(contender.samples_per_s),
         f"{contender.peak_memory_mib:,.0f}",
         *((_joules(contender.energy_j_per_sample),) if energy else ()),
-        "" if ratio is None else f"{ratio.value:.2f}×",
+        times(ratio),
         *((f"{1 / contender.merit:.2f}×" if contender.merit else "",) if used else ()),
     )
 
@@ -97,8 +91,7 @@ def ablation_table(parts: Iterable[Ablated], objective: Objective) -> TextTable:
     for one in parts:
         value = "" if isinstance(one.variant.value, list) else str(one.variant.value)
         buys = one.buys if plain else one.buys.inverse
-        interval = "" if math.isinf(one.buys.high) else f"{buys.low:.3f}-{buys.high:.3f}"
-        figures = (f"{buys.value:.3f}×", interval, *(() if plain else (f"{one.speed.value:.3f}×",)))
+        figures = (times(buys), interval(buys), *(() if plain else (times(one.speed),)))
         rows.append(TextRow(name=" ".join(filter(None, (one.variant.setting, value))), figures=figures))
     return TextTable(
         title="what each setting buys",
@@ -117,9 +110,14 @@ def claim_table(found: Verification) -> TextTable:
         rows=(
             TextRow(name="policy, ms/step", figures=(_ms(claim.step_ms), _ms(found.policy.step_ms))),
             TextRow(name="baseline, ms/step", figures=(_ms(claim.baseline_ms), _ms(found.baseline.step_ms))),
-            TextRow(name="speed-up", figures=(f"{claim.speedup:.3f}×", "failed" if now is None else str(now))),
+            TextRow(
+                name="speed-up",
+                figures=(
+                    "" if claim.speedup is None else f"{claim.speedup:.3g}×",
+                    "failed" if now is None else str(now),
+                ),
+            ),
         ),
-        note="The speed-up compares blocks that were measured in turn, so it need not be the quotient of the means.",
     )
 
 
@@ -142,13 +140,13 @@ def pareto_table(study_report: StudyReport) -> TextTable:
     energy = any(point.energy_j_per_sample is not None for point in shown)
     more = "" if len(shown) == len(study_report.front) else f" ({MOST_POINTS} of {len(study_report.front)})"
     return TextTable(
-        title=f"what no policy beats in everything{more}, beside the baseline",
+        title=f"best trade-offs of speed and memory{more}, beside the baseline",
         headings=("samples/s", "peak MiB", *(("J/sample",) if energy else ()), "numerics"),
         rows=tuple(
             TextRow(
                 name=_role_in_study(study_report, point.policy),
                 figures=(
-                    f"{point.samples_per_s:,.1f}",
+                    number(point.samples_per_s),
                     f"{point.peak_memory_mib:,.0f}",
                     *((_joules(point.energy_j_per_sample),) if energy else ()),
                     "passed" if point.judged else "not judged",
@@ -174,7 +172,7 @@ def _role_in_study(study_report: StudyReport, policy: Policy) -> str:
 
 
 def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return number(value)
 
 
 def _joules(value: float | None) -> str:

@@ -154,9 +154,10 @@ def _parity_in_words(parity: Mapping[str, float]) -> str:
     """Each figure is optional: losses need equal batches, the gate's share needs a policy it has judged."""
     words = []
     if "loss_deviation" in parity:
-        words.append(f"losses of the first steps within {parity['loss_deviation']:.2g} of the baseline's (relative)")
-    if "fp32_loss_deviation" in parity:
-        words.append(f"the baseline's own runs differ by {parity['fp32_loss_deviation']:.2g}")
+        own, spread = parity["loss_deviation"], parity.get("fp32_loss_deviation", 0.0)
+        differ = f"differ from the baseline's by {100 * own:.2g} %" if own else "equal the baseline's"
+        beside = f" (its own runs by {100 * spread:.2g} %)" if spread else ""
+        words.append(f"losses of the first steps {differ}{beside}")
     if "share_of_allowed" in parity:
         words.append(f"of what the numerics gate allows, {parity['share_of_allowed']:.0%} is used")
     return "; ".join(words)

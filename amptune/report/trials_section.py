@@ -15,7 +15,6 @@ from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import FIGURES
-from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 
 __all__ = ["trials_of", "trials_without_answer"]
@@ -75,13 +74,13 @@ def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
     """Returns all trials that ran, including those the numerics gate rejected."""
     return [
         ParetoPoint(
-            policy=trial.policy,
-            samples_per_s=trial.outcome.samples_per_s,
-            peak_memory_mib=trial.outcome.peak_allocated_mib,
-            energy_j_per_sample=trial.outcome.energy_j_per_sample,
+            policy=one.policy,
+            samples_per_s=one.samples_per_s,
+            peak_memory_mib=one.peak_memory_mib,
+            energy_j_per_sample=one.energy_j_per_sample,
         )
-        for trial in study_report.record.trials
-        if isinstance(trial.outcome, Measurement)
+        for one in study_report.verdict.contenders
+        if one.samples_per_s and one.peak_memory_mib
     ]
 
 
@@ -136,7 +135,7 @@ def _compared(study_report: StudyReport) -> str:
         for kind, one in zip(kinds, shown, strict=True)
     )
     return table(headings, rows, ["" if kind in ("trial", "recipe") else kind for kind in kinds]) + note(
-        "Speed is relative to the baseline, from blocks that were measured in turn; measured counts blocks."
+        "All figures are estimates from every measurement of the study; speed is relative to the baseline."
     )
 
 
@@ -178,23 +177,21 @@ def _headings(*, energy: bool) -> list[str]:
 
 def _all(study_report: StudyReport) -> str:
     """Returns a table of all trials, the best for the objective first, failures last."""
-    objective, trials = study_report.objective, study_report.record.trials
-    energy = any(isinstance(one.outcome, Measurement) and one.outcome.energy_j_per_sample for one in trials)
-    ranked = sorted(trials, key=lambda trial: _place(trial, objective))
-    rows = (_trial(one, study_report.numerics_of(one.policy), energy=energy) for one in ranked)
+    contenders = {one.policy: one for one in study_report.verdict.contenders}
+    energy = any(one.energy_j_per_sample for one in contenders.values())
+    ranked = sorted(study_report.record.trials, key=lambda trial: contenders[trial.policy].place)
+    rows = (_trial(one, study_report.numerics_of(one.policy), contenders[one.policy], energy=energy) for one in ranked)
     kinds = (kind_of(study_report, one.policy) for one in ranked)
     return table(_headings(energy=energy), rows, [kind if kind in ("winner", "baseline") else "" for kind in kinds])
 
 
-def _place(trial: Trial, objective: Objective) -> tuple[bool, float]:
-    outcome = trial.outcome
-    return (True, 0.0) if isinstance(outcome, Failure) else (False, -(objective.score(outcome) or 0.0))
-
-
-def _trial(trial: Trial, numerics: str, *, energy: bool) -> list[str]:
+def _trial(trial: Trial, numerics: str, known: Contender | None = None, *, energy: bool) -> list[str]:
+    """Returns a row of a trial: the figures of its policy in the verdict, or without one those of the trial alone."""
     outcome, head = trial.outcome, [str(trial.number + 1), str(trial.policy)]
     if isinstance(outcome, Failure):
         return [*head, outcome.kind]
-    joules = [number(outcome.energy_j_per_sample)] if energy else []
-    figures = (outcome.samples_per_s, outcome.mean_ms, outcome.peak_allocated_mib)
+    joules = [number((known or outcome).energy_j_per_sample)] if energy else []
+    figures: tuple[float | None, ...] = (outcome.samples_per_s, outcome.mean_ms, outcome.peak_allocated_mib)
+    if known is not None:
+        figures = known.samples_per_s, known.step_ms, known.peak_memory_mib
     return [*head, *map(number, figures), *joules, numerics]

@@ -124,7 +124,7 @@ class Trials:
             return left_out if self.study.has_left_out else "every policy of the space is measured"
         seconds = self._seconds(suggestion)
         if suggestion.gain < WORTHWHILE * seconds:
-            return "no policy that is left promises to be better"
+            return "nothing that is left to try promises to be better"
         return "the budget for searching is spent"
 
     @property

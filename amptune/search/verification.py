@@ -88,7 +88,7 @@ def verify(
     """Measures a policy's claim again, on this machine unless an `evaluator` is given: `amptune verify` as a function.
 
     `arguments` are those of a target's script. Steps are timed over so many `ranks`; by default over as many as in the
-    file's evidence, if so many GPUs are visible. Raises `ClaimError` if the file claims nothing,
+    file's evidence, if so many GPUs are visible. Raises `ClaimError` for malformed evidence,
     `HardwareMismatchError` on another machine, `NothingFeasibleError` if the baseline fails, `NotMeasuredError` if
     there was no time to measure both, and any error that the workload raises.
     """
@@ -204,12 +204,15 @@ def _sized(policy: Policy, prepared: Prepared) -> Policy:
 
 def _answer(found: Verification, disturbed: Sequence[Finding]) -> Finding:
     """Returns the answer as a finding, with the two figures."""
-    claimed = f"{found.claim.speedup:g}× claimed"
+    claimed = "nothing is claimed" if found.claim.speedup is None else f"{found.claim.speedup:g}× claimed"
     if found.speedup is None:
         return Finding(code="policy-fails", message=f"the policy fails here: {found.policy.failure}; {claimed}")
     figures = {"claimed": found.claim.speedup, "measured": found.speedup.value, "margin": MARGIN}
     both = f"{found.speedup} measured here, {claimed}{_gain_in_words(found)}"
     match found.answer:
+        case _ if found.claim.speedup is None:
+            message = f"measured here: {found.speedup} the speed of the baseline ({found.claim.baseline}); {claimed}"
+            code = "measured"
         case "met" if found.policy.policy == found.baseline.policy:
             code, message = "holds", "the policy is the baseline: nothing is claimed, and it runs"
         case "met":
@@ -230,7 +233,9 @@ def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
         return f"its {figure.name} was not measured here"
     here, later = figure.measured.here, figure.measured.later
     needed = f"{figure.needed:.2f}×, the claim less {MARGIN:.0%}"
-    if here.value >= figure.needed:
+    if here.half_width > 1:
+        why = "the timings differ too much from each other"
+    elif here.value >= figure.needed:
         why = f"±{here.half_width:.0%} is too wide, ±{NARROW_ENOUGH:.0%} would do"
     elif here.high >= figure.needed:
         why = f"the interval (±{here.half_width:.0%}) reaches {needed}, its middle does not"

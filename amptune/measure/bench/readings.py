@@ -235,18 +235,11 @@ def _disturbed(code: str, causes: Collection[str], measured: Sequence[Measuremen
 
 
 def _message(discarded: Sequence[_Codes], kept: Sequence[_Codes]) -> str:
-    parts = []
-    if count := sum(map(bool, discarded)):
-        were = "was" if count == 1 else "were"
-        parts.append(
-            f"{count} of {len(discarded) + len(kept)} blocks {were} discarded and repeated: {_in_words(discarded)}"
-        )
-    if len(kept) == 1 and any(kept):
-        parts.append(f"{_in_words(kept)} while the step was timed")
-    elif count := sum(map(bool, kept)):
-        were = "was" if count == 1 else "were"
-        parts.append(f"{count} of {len(kept)} measurements {were} taken nevertheless: {_in_words(kept)}")
-    return "; ".join(parts)
+    repeated, disturbed = sum(map(bool, discarded)), sum(map(bool, kept))
+    words = [f"{repeated} timing{'s' * (repeated > 1)} repeated"] if repeated else []
+    if disturbed:
+        words.append(f"{disturbed} of {len(kept)} disturbed{' nevertheless' if repeated else ''}")
+    return f"{_in_words([*discarded, *kept])} while steps were timed: {', '.join(words)}"
 
 
 def _in_words(blocks: Sequence[_Codes]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from amptune.measure.results.outcome import Measurement
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgements import J, Judgements
@@ -60,21 +59,18 @@ class ParetoPoint:
 
 
 def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements[J]) -> tuple[ParetoPoint, ...]:
-    """Returns the newest trial of each policy that never failed and that the numerics gate has not rejected.
-
-    Each run and each worker measures the baseline.
-    """
-    failed = {contender.policy for contender in verdict.contenders if contender.failure is not None}
+    """Returns each policy that was tried, never failed and was not rejected by the numerics gate, with its figures."""
+    tried = {trial.policy for trial in trials}
     return tuple(
         ParetoPoint(
-            policy=trial.policy,
-            samples_per_s=trial.outcome.samples_per_s,
-            peak_memory_mib=trial.outcome.peak_allocated_mib,
-            energy_j_per_sample=trial.outcome.energy_j_per_sample,
-            judged=judgements.passes(trial.policy),
+            policy=one.policy,
+            samples_per_s=one.samples_per_s,
+            peak_memory_mib=one.peak_memory_mib,
+            energy_j_per_sample=one.energy_j_per_sample,
+            judged=judgements.passes(one.policy),
         )
-        for trial in {trial.policy: trial for trial in trials}.values()
-        if isinstance(trial.outcome, Measurement) and trial.policy not in failed and not judgements.bars(trial.policy)
+        for one in verdict.contenders
+        if one.samples_per_s and one.peak_memory_mib and one.policy in tried and not judgements.bars(one.policy)
     )
 
 

@@ -92,14 +92,14 @@ def contenders_of(
     shows_alone = machine.shows_alone or objective.name == "memory"
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
-    figures = _newest_figures(timed[baseline])
+    own_figures = _Figures.of(timed[baseline])
     contradicted = objective.name != "memory" and contradicts_trials(rows, baseline)
     for policy, own in of.items():
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
         if failure is not None and policy != baseline:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         elif policy in timed:
-            found = _measured(policy, timed[policy], scores, speeds, objective, figures)
+            found = _measured(policy, timed[policy], scores, speeds, objective, own_figures)
             yield replace(
                 found,
                 settled=policy == baseline or policy in settled,
@@ -128,25 +128,41 @@ def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Newest:
-    """The newest run with measurements of a policy, its samples per second in it, and whether the loop was timed."""
+class _Figures:
+    """What the rows of one policy say of it: samples per second in its newest run, of the loop if that was timed."""
 
-    run: str
     samples_per_s: float
-    in_loop: bool
+    peak_memory_mib: float
+    energy_j_per_sample: float | None
 
+    @staticmethod
+    def of(rows: Sequence[Row]) -> _Figures:
+        measured = [(row, row.outcome) for row in rows if isinstance(row.outcome, Measurement)]
+        newest = [one for one in measured if one[0].run == measured[-1][0].run]
+        in_loop = any(row.in_loop for row, _ in newest)
+        speeds = [math.log(outcome.samples_per_s) for row, outcome in newest if row.in_loop == in_loop]
+        energies = [one.energy_j_per_sample for _, one in measured if one.energy_j_per_sample is not None]
+        return _Figures(
+            samples_per_s=math.exp(statistics.median(speeds)),
+            peak_memory_mib=max(one.peak_allocated_mib for _, one in measured),
+            energy_j_per_sample=statistics.median(energies) if energies else None,
+        )
 
-def _newest_figures(rows: Sequence[Row]) -> _Newest:
-    run = next(row.run for row in reversed(rows) if isinstance(row.outcome, Measurement))
-    own = [row for row in rows if row.run == run]
-    in_loop = any(row.in_loop for row in own)
-    return _Newest(run, math.exp(statistics.median(_log_speeds(own, in_loop=in_loop))), in_loop)
+    def divided_by(self, speed: Ratio | None, gain: Ratio | None, objective: Objective, own: _Figures) -> _Figures:
+        """Returns the figures of a policy beside these, the baseline's: their quotients are the ratios that are told.
 
-
-def _log_speeds(rows: Iterable[Row], *, in_loop: bool) -> list[float]:
-    """Returns the logarithms of the samples per second: of the user's loop, or of steps by themselves."""
-    measured = (row.outcome for row in rows if row.in_loop == in_loop)
-    return [math.log(outcome.samples_per_s) for outcome in measured if isinstance(outcome, Measurement)]
+        What no ratio is told of is the policy's `own`.
+        """
+        memory, energy = own.peak_memory_mib, own.energy_j_per_sample
+        if gain is not None and gain.value > 0:
+            if objective.name == "memory":
+                memory = self.peak_memory_mib / gain.value
+            elif objective.name == "energy" and self.energy_j_per_sample is not None:
+                energy = self.energy_j_per_sample / gain.value
+        samples_per_s = own.samples_per_s
+        if speed is not None and 0 < speed.value < math.inf:
+            samples_per_s = self.samples_per_s * speed.value
+        return _Figures(samples_per_s=samples_per_s, peak_memory_mib=memory, energy_j_per_sample=energy)
 
 
 def _measured(
@@ -155,28 +171,23 @@ def _measured(
     scores: Estimates,
     speeds: Estimates,
     objective: Objective,
-    baseline: _Newest,
+    baseline: _Figures,
 ) -> Contender:
-    """Returns a policy's figures; times are those of the `baseline`'s newest run, and of the loop if that was timed."""
-    blocks = [row.outcome for row in rows if isinstance(row.outcome, Measurement)]
-    energies = [block.energy_j_per_sample for block in blocks if block.energy_j_per_sample is not None]
+    """Returns a policy's figures, such that those of two policies divide to the ratio that is told of them."""
     speed, gain = _honest(speeds.to_baseline(policy)), scores.to_baseline(policy)
     if objective.name != "memory":
         gain = _honest(gain)
+    figures = baseline.divided_by(speed, gain, objective, _Figures.of(rows))
     share = speeds.time_share(policy)
-    logs = _log_speeds((row for row in rows if row.run == baseline.run), in_loop=baseline.in_loop)
-    if not logs and speed is not None:
-        logs = [math.log(baseline.samples_per_s * speed.value)]
-    logs = logs or [math.log(block.samples_per_s) for block in blocks]
-    samples_per_s = math.exp(statistics.median(logs))
-    step_ms = 1000 * blocks[0].samples_per_step / samples_per_s
+    samples = next(row.outcome.samples_per_step for row in rows if isinstance(row.outcome, Measurement))
+    step_ms = 1000 * samples / figures.samples_per_s
     return Contender(
         policy=policy,
-        samples_per_s=samples_per_s,
+        samples_per_s=figures.samples_per_s,
         step_ms=step_ms,
         step_ms_ci95=(step_ms * (1 - share), step_ms * (1 + share)) if share < 1 else None,
-        peak_memory_mib=max(block.peak_allocated_mib for block in blocks),
-        energy_j_per_sample=statistics.median(energies) if energies else None,
+        peak_memory_mib=figures.peak_memory_mib,
+        energy_j_per_sample=figures.energy_j_per_sample,
         vs_baseline=speed,
         gain=gain,
         chance=0.0 if gain is None else gain.chance_above(1 + objective.least_gain),

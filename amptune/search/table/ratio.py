@@ -12,6 +12,8 @@ __all__ = ["CONFIRMED", "LIKELY", "Confidence", "Ratio", "chance_in_words", "con
 # A gain is confirmed, or likely, with this probability. A likely one is written as provisional; with less, the baseline
 # stays.
 CONFIRMED, LIKELY = 0.995, 0.9
+# An interval that reaches so many times the value says nothing.
+TOO_WIDE = 4.0
 Confidence = Literal["confirmed", "likely", "undecided"]
 
 
@@ -74,13 +76,16 @@ class Ratio:
         )
 
     def __str__(self) -> str:
+        if self.high > TOO_WIDE * self.value:
+            return f"{self.value:.1g}× (too noisy to tell)"
         digits = self.digits
         return f"{self.value:.{digits}f}× [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
     @property
     def digits(self) -> int:
-        """The number of decimals to show."""
-        return 2 if abs(self.value - 1) >= 0.05 else 3
+        """The number of decimals to show: as many as the interval carries."""
+        half = (self.high - self.low) / 2
+        return 1 if half >= 0.5 else 2 if half >= 0.01 or abs(self.value - 1) >= 0.05 else 3
 
 
 def confidence_of(chance: float) -> Confidence:

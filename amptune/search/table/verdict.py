@@ -260,14 +260,17 @@ def _kept(verdict: Verdict) -> Iterator[Finding]:
     rival = ""
     if leader is not None:
         words = gain_in_words(objective, leader.gain, leader.vs_baseline)
-        rival = (
-            f"; the best rival: {leader.policy}, {words}, better with a probability of {chance_in_words(leader.chance)}"
-        )
+        rival = f"; the best of the others: {leader.policy}, {words}"
+        if leader.merit > 1:
+            rival += f", better with a probability of {chance_in_words(leader.chance)}"
         if not leader.believed:
             rival += ", by its trial alone, where the training loop said otherwise of another policy than its trial"
     yield Finding(code="keep", message=f"keep what you have: no policy was shown {goal_of(objective)}{rival}")
     if verdict.confidence == "undecided":
-        yield Finding(code="undecided", message="a rival may be better; more --budget, or a quieter machine, tells")
+        message = (
+            "the measurements are too few or too noisy to be sure of that: more --budget, or a quieter machine, tells"
+        )
+        yield Finding(code="undecided", message=message)
 
 
 def _speed_not_shown(winner: Contender, objective: Objective) -> Iterator[Finding]:
@@ -286,7 +289,7 @@ def _noise(speeds: Estimates) -> Iterator[Finding]:
     if deviation > NOISY:
         yield Finding(
             code="noisy",
-            message=f"blocks of one policy differ by {deviation:.0%} (standard deviation), so that small differences "
-            "take many of them to tell: as a rule the host is busy, or too slow for its device",
+            message=f"repeats of the same policy varied by {deviation:.0%}: too noisy for small gains; as a rule the host "
+            "is busy, or too slow for its device",
             figures={"deviation": deviation},
         )
