@@ -289,7 +289,7 @@ def _noise(speeds: Estimates) -> Iterator[Finding]:
     if deviation > NOISY:
         yield Finding(
             code="noisy",
-            message=f"repeats of the same policy varied by {deviation:.0%}: too noisy for small gains; as a rule the host "
-            "is busy, or too slow for its device",
+            message=f"repeats of the same policy varied by {deviation:.0%}: too noisy for small gains; as a rule the "
+            "host is busy, or too slow for its device",
             figures={"deviation": deviation},
         )
