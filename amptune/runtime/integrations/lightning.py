@@ -72,6 +72,10 @@ class PolicyPrecision(MixedPrecision):
         tuned = self._applied()
         for optimizer in optimizers:
             tuned.optimizer(optimizer)
+            if self.policy.fused_optimizer:
+                # Lightning unscales gradients before it clips them and calls its hooks, and refuses to clip for an
+                # optimizer that would unscale them again.
+                optimizer._step_supports_amp_scaling = False
         if self.scaler is None and tuned.scaler.is_enabled():
             self.scaler = tuned.scaler
         return super().connect(model, optimizers, lr_schedulers)
