@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from amptune.hardware.machine import Hardware
@@ -27,7 +25,7 @@ from amptune.search.gate.repair import Cure
 from amptune.search.groundwork import examined
 from amptune.search.narrowing import turn_of
 from amptune.search.plan.budget import Budget
-from amptune.search.request import source_of
+from amptune.search.request import source_of, workers_log
 from amptune.search.table.trial import error_of_baseline
 from amptune.search.verification import DISTURBANCES
 from amptune.workload.workload import Workload
@@ -36,6 +34,8 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
+# What was begun in time may take so much longer.
+OVERTIME_S = 5.0
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
 SHORT_RUN = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 
@@ -81,8 +81,8 @@ def diagnose(
     """
     source = source_of(workload, arguments)
     with (
-        tempfile.TemporaryDirectory(prefix="amptune-") as folder,
-        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log")) as machine,
+        workers_log() as log,
+        closing(evaluator or WorkerEvaluator(source, device, log)) as machine,
     ):
         return _Examination(machine, budget, observer or (lambda _: None)).result()
 
@@ -109,6 +109,11 @@ class _Examination:
     @property
     def _limit_s(self) -> float:
         return max(SHORTEST_LIMIT_S, self.budget.left_s)
+
+    @property
+    def _left_s(self) -> float:
+        """The time limit of what the diagnosis can do without."""
+        return max(OVERTIME_S, self.budget.left_s)
 
     def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:
         return Diagnosis(hardware=prepared.hardware, subject=prepared.subject, seconds=self.budget.spent_s, **found)
@@ -149,7 +154,7 @@ class _Examination:
         """Returns the profile of a step, or in words why there is none."""
         if self.budget.left_s <= 0:
             return f"there was no time to profile the step under {policy}; give more with --budget"
-        profile = self.evaluator.profile(policy, self._limit_s)
+        profile = self.evaluator.profile(policy, self._left_s)
         return f"the step could not be profiled: {profile}" if isinstance(profile, Failure) else profile
 
     def _input(self, numerics: Sequence[DtypeDiagnosis], step_ms: float) -> Iterator[Finding]:
@@ -158,7 +163,7 @@ class _Examination:
             return
         sound = [one.policy for one in numerics if one.judgement is not None and one.judgement.passes]
         policy = sound[0] if sound else STOCK
-        turn = self.evaluator.measure_alone(policy, replace(turn_of(step_ms), time_limit_s=self._limit_s))
+        turn = self.evaluator.measure_alone(policy, replace(turn_of(step_ms), time_limit_s=self._left_s))
         if isinstance(turn, Failure):
             yield Finding(code="end-to-end-failed", message=f"the training loop with fresh data failed: {turn}")
         elif turn.wait_share > WORTH_SAYING:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,7 +31,7 @@ from amptune.workload.workload import Workload
 if TYPE_CHECKING:
     from amptune.search.sampler.policy_sampler import Sampler
 
-__all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of"]
+__all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of", "workers_log"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +158,17 @@ def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequ
             f"not {type(workload).__name__}"
         )
     return Source(pickled=to_bytes(workload, "workload"))
+
+
+@contextmanager
+def workers_log() -> Iterator[Path]:
+    """Yields the file that workers write to. It stays if there is anything in it, since messages name it."""
+    log = Path(tempfile.mkdtemp(prefix="amptune-")) / "workers.log"
+    try:
+        yield log
+    finally:
+        if not log.exists() or log.stat().st_size == 0:
+            shutil.rmtree(log.parent, ignore_errors=True)
 
 
 def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from amptune.errors import NothingFeasibleError, NotMeasuredError
 from amptune.hardware.detect import probe
@@ -23,7 +21,7 @@ from amptune.search.claim import MARGIN, NARROW_ENOUGH, Answer, Claim, Compariso
 from amptune.search.events import Observer
 from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
-from amptune.search.request import ranks_of, source_of
+from amptune.search.request import ranks_of, source_of, workers_log
 from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import counted, use_of
 from amptune.search.table.ratio import Ratio
@@ -98,8 +96,8 @@ def verify(
     source = source_of(workload, arguments)
     ranks = ranks or ranks_of(policy_file.evidence.get("devices", 1), device)
     with (
-        tempfile.TemporaryDirectory(prefix="amptune-") as folder,
-        closing(evaluator or WorkerEvaluator(source, device, Path(folder) / "workers.log", ranks=ranks)) as machine,
+        workers_log() as log,
+        closing(evaluator or WorkerEvaluator(source, device, log, ranks=ranks)) as machine,
     ):
         return verify_with(machine, policy_file, budget, observer or (lambda _: None))
 
