@@ -17,7 +17,7 @@ def batches(*shapes: tuple[tuple[int, ...], ...]) -> list[Any]:
     return [tuple(torch.zeros(shape) for shape in one) for one in shapes]
 
 
-def axis_and_size(model: nn.Module, loader: Any, **told: int) -> tuple[int, int]:
+def axis_and_size(model: nn.Module, loader: Any, **told: Any) -> tuple[int, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     workload = Workload.from_loop(model, loader, lambda model, batch: model(batch).sum(), optimizer, **told)
     return workload.batch_dim, workload.batch_size

@@ -92,7 +92,7 @@ def test_an_optimizer_that_runs_the_model_is_refused_before_time_is_spent() -> N
 def test_errors_of_the_update_are_told_from_those_of_the_model() -> None:
     weight = torch.zeros(2, requires_grad=True)
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD([weight], 0.1)
-    scaler.scale(weight.sum()).backward()
+    torch.autograd.backward(scaler.scale(weight.sum()))
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError) as twice:
         scaler.unscale_(optimizer)
@@ -104,7 +104,7 @@ def test_errors_of_the_update_are_told_from_those_of_the_model() -> None:
         return 0.0
 
     with pytest.raises(RuntimeError) as within:
-        torch.optim.LBFGS([weight]).step(closure)
+        torch.optim.LBFGS([weight]).step(closure)  # type: ignore[no-untyped-call]
     assert failure_of(twice.value).in_update
     assert not failure_of(of_the_model.value).in_update
     assert not failure_of(within.value).in_update

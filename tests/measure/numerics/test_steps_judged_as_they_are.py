@@ -1,4 +1,4 @@
-"""Steps of one's own with several optimizers, passes and scaled gradients beside FP32: all of them are right."""
+"""Steps of one's own with several optimizers, passes and scaled gradients, judged beside FP32: all are right."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def at_once(*, accumulated: int = 1) -> Step:
         for part in batch.chunk(accumulated):
             with tuned.autocast():
                 loss = model.critic(model.generator(tuned.batch(part))).square().mean() / accumulated
-            tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(loss).backward()
         for own in optimizers:
             tuned.scaler.step(own)
         tuned.scaler.update()
@@ -81,7 +81,7 @@ def inner_loop(tuned: Tuned, model: Any, optimizers: Any, batch: torch.Tensor) -
         with tuned.autocast():
             loss = model.critic(model.generator(tuned.batch(batch))).square().mean()
         own.zero_grad()
-        tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        tuned.scaler.scale(loss).backward()
         tuned.scaler.step(own)
         tuned.scaler.update()
     return loss
@@ -107,9 +107,9 @@ def test_a_gradient_is_judged_when_its_own_optimizer_steps(
         model=Gan,
         batch=lambda n: torch.randn(n, 16) * 0.5 + 1,
         step=STEPS[name],
-        optimizer=lambda model: (
-            torch.optim.Adam(model.generator.parameters(), 1e-3, fused=fused),
-            torch.optim.Adam(model.critic.parameters(), 1e-3, fused=fused),
+        optimizer=lambda model: tuple(
+            torch.optim.Adam(model.get_submodule(part).parameters(), 1e-3, fused=fused)
+            for part in ("generator", "critic")
         ),
         batch_size=32,
     )
@@ -140,8 +140,8 @@ def test_the_gradients_of_sparse_and_dense_parameters_are_judged_alike(monkeypat
         batch=lambda n: torch.randint(300, (n, 6)),
         step=step,
         optimizer=lambda model: (
-            torch.optim.SparseAdam(list(model[0].parameters())),
-            torch.optim.SGD(model[1].parameters(), 0.1),
+            torch.optim.SparseAdam(list(model.get_submodule("0").parameters())),
+            torch.optim.SGD(model.get_submodule("1").parameters(), 0.1),
         ),
         batch_size=32,
     )
