@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from amptune import Policy, Workload
 from amptune.measure.bench.bench import Bench
@@ -90,6 +91,20 @@ class Called(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(self, x)
+
+
+class Checkpointed(nn.Sequential):
+    """Runs each of its modules again in the backward pass."""
+
+    def __init__(self, *modules: nn.Module, reentrant: bool = False) -> None:
+        super().__init__(*modules)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_() if x.is_leaf else x
+        for module in self:
+            x = checkpoint(module, x, use_reentrant=self.reentrant)
+        return x
 
 
 class Remembering(nn.Linear):

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from measurements import took
 
 from amptune.measure.bench.stillness import Pause
-from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.measure.workers import background_graph, processes
 from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.processes import Pending, WorkerProcess
@@ -53,16 +54,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def compiled_in(startup_s: float) -> Measurement:
-    figures: dict[str, Any] = {
-        "peak_allocated_mib": 1.0,
-        "peak_reserved_mib": 1.0,
-        "warmup_s": 0.0,
-        "startup_s": startup_s,
-    }
-    return Measurement(samples_per_step=1, step_ms=(1.0,), losses=(1.0,), warmup_steps=1, **figures)
-
-
 def graph(limit_s: float = 1000.0) -> tuple[BackgroundGraph, ScriptedProcess]:
     process = ScriptedProcess()
     return BackgroundGraph(process, Policy(compile="default"), 1, limit_s), process
@@ -74,9 +65,9 @@ BROKEN = Failure(kind="error", message="no compiler")
 @pytest.mark.parametrize(
     ("outcome", "pauses_ago", "result"),
     [
-        (compiled_in(30.0), [], 30.0),
-        (compiled_in(30.0), [(20.0, 18.0), (10.0, 9.5)], 27.5),
-        (compiled_in(30.0), [(40.0, 38.0)], 30.0),  # before it compiled: the worker imports and builds then
+        (took(startup_s=30.0), [], 30.0),
+        (took(startup_s=30.0), [(20.0, 18.0), (10.0, 9.5)], 27.5),
+        (took(startup_s=30.0), [(40.0, 38.0)], 30.0),  # before it compiled: the worker imports and builds then
         (BROKEN, [(2.0, 1.0)], BROKEN),
         (None, [], 0.0),  # there was nothing to compile
     ],

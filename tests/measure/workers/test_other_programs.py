@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import misbehaving
 import psutil
 import pytest
 
@@ -18,26 +19,6 @@ from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK
 
 BUSY = "while True: pass"
-THREADS = """
-import torch
-from torch import nn
-import amptune
-
-torch.set_num_threads(2)
-
-def loss(model, batch):
-    print("threads:", torch.get_num_threads(), flush=True)
-    return model(batch).mean()
-
-def workload():
-    return amptune.Workload(
-        model=lambda: nn.Linear(4, 4),
-        batch=lambda n: torch.randn(n, 4),
-        loss=loss,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        batch_size=2,
-    )
-"""
 
 
 def counted_by(watch: OtherPrograms) -> float:
@@ -100,10 +81,10 @@ def test_a_system_that_does_not_count_has_no_other_programs(fails_at: int, monke
 def test_workers_leave_out_the_threads_that_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run, and those that start later."""
     monkeypatch.setattr(OtherPrograms, "threads_beside", lambda self, usual: 1)  # noqa: ARG005
-    script, log = tmp_path / "train.py", tmp_path / "log"
-    script.write_text(THREADS)
+    monkeypatch.setenv("THREADS", "2")
+    log = tmp_path / "log"
     effort = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=1, time_limit_s=240.0)
-    with WorkerEvaluator(Source(target=f"{script}:workload"), "cpu", log) as evaluator:
+    with WorkerEvaluator(Source(target=f"{misbehaving.__file__}:workload"), "cpu", log) as evaluator:
         prepared = evaluator.prepare(240.0)
         printed = len(log.read_text())
         assert isinstance(evaluator.measure(STOCK, effort), Measurement)
