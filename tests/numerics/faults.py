@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,16 +31,13 @@ BOTH: tuple[Half, ...] = ("bf16", "fp16")
 class Fault:
     """A workload whose modules `culprits` break training under plain autocast in the dtypes `breaks`.
 
-    In FP32, and with exactly the culprits kept in FP32, it trains well. A `quiet` fault leaves loss, weights and
-    buffers finite: gradients are wrong or zero.
+    In FP32, and with exactly the culprits kept in FP32, it trains well.
     """
 
     name: str
     workload: Workload
     culprits: tuple[str, ...]
     breaks: tuple[Half, ...]
-    what: str
-    quiet: bool = False
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
@@ -243,6 +241,8 @@ def language(*blocks: nn.Module, head: nn.Module | None = None) -> nn.Module:
 
 
 class LateScaledAttention(Attention):
+    """Scales its scores after the product of query and key, which passes 65504."""
+
     gain = 512.0
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
@@ -345,6 +345,8 @@ class MultipliedMask(nn.Module):
 
 
 class PeakNormalised(nn.Module):
+    """Multiplies by 1e5 before it divides by the largest."""
+
     gain = 1e5
 
     def __init__(self) -> None:
@@ -585,211 +587,118 @@ def regression(*blocks: nn.Module) -> nn.Module:
 
 
 def fault(
-    name: str, culprits: str, breaks: tuple[Half, ...], what: str, *, quiet: bool = False, **workload: Any
+    name: str, culprits: str, breaks: tuple[Half, ...], model: Any, batch: Any = of_values, **workload: Any
 ) -> Fault:
     """A fault of the modules whose paths `culprits` names, in a workload that Adam trains unless it is told."""
     return Fault(
         name=name,
-        workload=Workload(**{"loss": loss_of, "optimizer": adam} | workload),
+        workload=Workload(model=model, batch=batch, **{"loss": loss_of, "optimizer": adam} | workload),
         culprits=tuple(culprits.split()),
         breaks=breaks,
-        what=what,
-        quiet=quiet,
     )
 
 
+_of_words = partial(fault, batch=of_sentences, optimizer=adamw)
+
 FAULTS: tuple[Fault, ...] = (
-    fault(
-        "attention_overflow",
-        "blocks.2.branch",
-        FP16,
-        "Attention scales its scores after the product of query and key, which passes 65504.",
-        model=_attention_overflow,
-        batch=of_sentences,
-        optimizer=adamw,
-    ),
-    fault(
-        "gated_overflow",
-        "blocks.3.branch",
-        FP16,
-        "The hidden activations of a gated feed-forward pass 65504 before the last product brings them back.",
-        model=_gated_overflow,
-        batch=of_sentences,
-        optimizer=adamw,
-        batch_size=16,
-    ),
+    _of_words("attention_overflow", "blocks.2.branch", FP16, _attention_overflow),
+    _of_words("gated_overflow", "blocks.3.branch", FP16, _gated_overflow, batch_size=16),
     fault(
         "log_sum_exp",
         "criterion",
         FP16,
-        "The loss takes its log-sum-exp by hand, of logits that a correction has moved to 12.",
-        model=lambda: tabular(
-            *_residuals(2), BatchNormed(), Residual(FeedForward(nn.SiLU)), criterion=SampledSoftmaxLoss()
-        ),
-        batch=of_classes,
+        lambda: tabular(*_residuals(2), BatchNormed(), Residual(FeedForward(nn.SiLU)), criterion=SampledSoftmaxLoss()),
+        of_classes,
         batch_size=64,
     ),
-    fault(
+    _of_words(
         "exp_by_hand",
         "head.0",
         FP16,
-        "A pooling softmax exponentiates scores around 14 without subtracting their maximum.",
-        model=lambda: language(*_attentive(2), head=head_of(CLASSES, ExpPooling())),
-        batch=of_sentences,
-        optimizer=adamw,
+        lambda: language(*_attentive(2), head=head_of(CLASSES, ExpPooling())),
         batch_size=64,
     ),
     fault(
         "squares_by_hand",
         "blocks.2.norm",
         FP16,
-        "A norm divides by the root of a mean square that is infinite, so that a branch sees zeros.",
-        model=lambda: tabular(
-            *_residuals(1), BatchNormed(), Residual(FeedForward(), HandwrittenRmsNorm()), *_residuals(2)
-        ),
-        batch=of_classes,
+        lambda: tabular(*_residuals(1), BatchNormed(), Residual(FeedForward(), HandwrittenRmsNorm()), *_residuals(2)),
+        of_classes,
         optimizer=sgd,
-        quiet=True,
     ),
     fault(
         "vanishing_gradient",
         "blocks.2.branch",
         FP16,
-        "The gradient of a reciprocal underflows to zero whatever the loss scale.",
-        model=lambda: regression(*_residuals(2), Residual(Pace()), *_residuals(2)),
-        batch=of_values,
-        quiet=True,
+        lambda: regression(*_residuals(2), Residual(Pace()), *_residuals(2)),
     ),
-    fault(
-        "tiny_epsilon",
-        "blocks.2",
-        FP16,
-        "A norm's epsilon of 1e-12 is zero, and so is its padding.",
-        model=lambda: language(*_attentive(1), UnitTokens(), *_attentive(2)),
-        batch=of_sentences,
-        optimizer=adamw,
-    ),
-    fault(
+    _of_words("tiny_epsilon", "blocks.2", FP16, lambda: language(*_attentive(1), UnitTokens(), *_attentive(2))),
+    _of_words(
         "multiplied_mask",
         "blocks.2.branch.softmax",
         FP16,
-        "A mask of -1e9 is multiplied by zeros.",
-        model=lambda: language(
+        lambda: language(
             *_attentive(1), Residual(Attention(MultipliedMask())), Residual(FeedForward()), *_attentive(1)
         ),
-        batch=of_sentences,
-        optimizer=adamw,
     ),
     fault(
         "peak_normalised",
         "blocks.1.branch",
         FP16,
-        "Values are multiplied by 1e5 before they are divided by their largest.",
-        model=lambda: tabular(*_residuals(1), Residual(PeakNormalised()), BatchNormed(), *_residuals(2)),
-        batch=of_classes,
+        lambda: tabular(*_residuals(1), Residual(PeakNormalised()), BatchNormed(), *_residuals(2)),
+        of_classes,
     ),
-    fault(
-        "poisoned_statistics",
-        "blocks.1",
-        FP16,
-        "In every fifth batch squares overflow, and BatchNorm keeps that although the step is skipped.",
-        model=_convolutional,
-        batch=_pictures_some_loud,
-        optimizer=adamw,
-        batch_size=32,
-    ),
+    fault("poisoned_statistics", "blocks.1", FP16, _convolutional, _pictures_some_loud, optimizer=adamw, batch_size=32),
     fault(
         "summed_loss",
         "criterion",
         FP16,
-        "The loss sums the squares of all pixels before it divides by their number.",
-        model=lambda: tabular(*_residuals(3), BatchNormed(), head=Decoder(), criterion=SummedPixelLoss()),
-        batch=_drawings,
+        lambda: tabular(*_residuals(3), BatchNormed(), head=Decoder(), criterion=SummedPixelLoss()),
+        _drawings,
         batch_size=64,
     ),
     fault(
         "cross_entropy_by_hand",
         "criterion",
         BOTH,
-        "The loss takes log(1 - p) of probabilities that are rounded to 1.",
-        model=lambda: tabular(*_residuals(3), BatchNormed(), outputs=4, criterion=HandwrittenBce()),
-        batch=_yes_or_no,
+        lambda: tabular(*_residuals(3), BatchNormed(), outputs=4, criterion=HandwrittenBce()),
+        _yes_or_no,
         batch_size=64,
     ),
-    fault(
-        "expanded_distances",
-        "blocks.2",
-        BOTH,
-        "Squared distances of about 20 are differences of numbers of about 50,000.",
-        model=lambda: regression(*_residuals(2), RadialBasis(), *_residuals(2)),
-        batch=of_values,
-        quiet=True,
-    ),
-    fault(
-        "short_steps",
-        "blocks.1",
-        BOTH,
-        "A running sum stands still, since each term is below half a unit in its last place.",
-        model=lambda: regression(*_residuals(1), EulerSteps(), *_residuals(2)),
-        batch=of_values,
-        quiet=True,
-    ),
+    fault("expanded_distances", "blocks.2", BOTH, lambda: regression(*_residuals(2), RadialBasis(), *_residuals(2))),
+    fault("short_steps", "blocks.1", BOTH, lambda: regression(*_residuals(1), EulerSteps(), *_residuals(2))),
     fault(
         "one_pass_variance",
         "blocks.3.norm",
         BOTH,
-        "A variance of about 1 is the difference of two numbers of about 3600.",
-        model=lambda: tabular(*_residuals(2), BatchNormed(), Residual(FeedForward(), OnePassNorm()), *_residuals(1)),
-        batch=of_classes,
-        quiet=True,
+        lambda: tabular(*_residuals(2), BatchNormed(), Residual(FeedForward(), OnePassNorm()), *_residuals(1)),
+        of_classes,
     ),
     fault(
         "hour_of_shift",
         "blocks.1",
         BF16,
-        "Hours above 1024 are rounded to multiples of 8, the very period that is asked for.",
-        model=lambda: regression(*_residuals(1), HourOfShift(), *_residuals(2), BatchNormed()),
-        batch=of_worked_hours,
-        quiet=True,
+        lambda: regression(*_residuals(1), HourOfShift(), *_residuals(2), BatchNormed()),
+        of_worked_hours,
     ),
     fault(
         "hash_by_product",
         "blocks.2",
         BF16,
-        "Hash codes of up to 2047 come from a product, which rounds them to 8 binary digits.",
-        model=lambda: regression(*_residuals(2), SignHash(), BatchNormed(), *_residuals(1)),
-        batch=_hashed,
+        lambda: regression(*_residuals(2), SignHash(), BatchNormed(), *_residuals(1)),
+        _hashed,
         optimizer=adamw,
         batch_size=64,
-        quiet=True,
     ),
     fault(
         "kelvin_loss",
         "criterion",
         BF16,
-        "The loss compares numbers around 300 that differ by less than one step of bf16.",
-        model=lambda: tabular(
+        lambda: tabular(
             *_residuals(2), BatchNormed(), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=KelvinLoss()
         ),
-        batch=of_temperatures,
-        quiet=True,
+        of_temperatures,
     ),
-    fault(
-        "two_overflows",
-        "blocks.1.branch blocks.4.branch.softmax",
-        FP16,
-        "A gated feed-forward overflows early, and a mask of -1e9 is multiplied by zeros late.",
-        model=_two_overflows,
-        batch=of_sentences,
-        optimizer=adamw,
-    ),
-    fault(
-        "two_quiet",
-        "blocks.0.branch blocks.4.norm",
-        BOTH,
-        "A running sum stands still early, and a variance is lost in a difference late.",
-        model=_two_quiet,
-        batch=of_values,
-        quiet=True,
-    ),
+    _of_words("two_overflows", "blocks.1.branch blocks.4.branch.softmax", FP16, _two_overflows),
+    fault("two_quiet", "blocks.0.branch blocks.4.norm", BOTH, _two_quiet),
 )

@@ -182,74 +182,23 @@ def _masked() -> nn.Module:
     return Stack(stem=Tokens(), blocks=blocks, head=head_of(CLASSES, MeanOfTokens()), criterion=nn.CrossEntropyLoss())
 
 
-def _fault(
-    name: str, model: Callable[[], nn.Module], culprit: str, breaks: Any, what: str, batch: Any = of_values
-) -> Fault:
-    return fault(name, culprit, breaks, what, model=model, batch=batch, batch_size=64)
+def _fault(name: str, model: Callable[[], nn.Module], culprit: str, breaks: Any, batch: Any = of_values) -> Fault:
+    return fault(name, culprit, breaks, model, batch, batch_size=64)
 
 
 HARD_FAULTS: tuple[Fault, ...] = (
-    _fault(
-        "small_pace",
-        lambda: _shifted(PaceTable()),
-        "blocks.1",
-        FP16,
-        "The gradient of a small table vanishes beside that of a large weight.",
-        _shifts,
-    ),
-    _fault(
-        "small_steps",
-        lambda: _shifted(SteppedTable()),
-        "blocks.1",
-        BOTH,
-        "What a small table adds is rounded away, step by step.",
-        _shifts,
-    ),
-    _fault(
-        "small_kelvin",
-        lambda: _shifted(KelvinTable()),
-        "blocks.1",
-        BF16,
-        "What a small table holds is rounded to multiples of 2.",
-        _shifts,
-    ),
-    _fault(
-        "closed_steps",
-        lambda: _shifted(Closed(SteppedTable())),
-        "blocks.1.branch",
-        BOTH,
-        "Behind a gate of 0, what a table adds is rounded away.",
-        _shifts,
-    ),
-    _fault(
-        "closed_kelvin",
-        lambda: _shifted(Closed(KelvinTable())),
-        "blocks.1.branch",
-        BF16,
-        "Behind a gate of 0, what a table holds is rounded to multiples of 2.",
-        _shifts,
-    ),
-    _fault(
-        "closed_hours",
-        lambda: _shifted(Closed(HourOfShift())),
-        "blocks.1.branch",
-        BF16,
-        "Behind a gate of 0, hours above 1024 are rounded to multiples of 8.",
-        of_worked_hours,
-    ),
-    _fault(
-        "noisy_distances",
-        lambda: _among_values(Noise(torch.randn_like), RadialBasis()),
-        "blocks.2",
-        BOTH,
-        "Distances are lost in differences, behind noise from torch's generator.",
-    ),
+    _fault("small_pace", lambda: _shifted(PaceTable()), "blocks.1", FP16, _shifts),
+    _fault("small_steps", lambda: _shifted(SteppedTable()), "blocks.1", BOTH, _shifts),
+    _fault("small_kelvin", lambda: _shifted(KelvinTable()), "blocks.1", BF16, _shifts),
+    _fault("closed_steps", lambda: _shifted(Closed(SteppedTable())), "blocks.1.branch", BOTH, _shifts),
+    _fault("closed_kelvin", lambda: _shifted(Closed(KelvinTable())), "blocks.1.branch", BF16, _shifts),
+    _fault("closed_hours", lambda: _shifted(Closed(HourOfShift())), "blocks.1.branch", BF16, of_worked_hours),
+    _fault("noisy_distances", lambda: _among_values(Noise(torch.randn_like), RadialBasis()), "blocks.2", BOTH),
     _fault(
         "noisy_steps",
         lambda: _among_values(Noise(lambda x: torch.randn(x.shape, generator=OWN)), EulerSteps()),
         "blocks.2",
         BOTH,
-        "A sum stands still, behind noise from a generator of the model's own.",
     ),
     _fault(
         "noisy_loss",
@@ -258,31 +207,11 @@ HARD_FAULTS: tuple[Fault, ...] = (
         ),
         "criterion",
         BF16,
-        "The loss compares numbers around 300, with noise from numpy.",
         of_temperatures,
     ),
     _fault(
-        "checked_overflow",
-        lambda: _among_classes(Residual(CheckedFeedForward())),
-        "blocks.1.branch",
-        FP16,
-        "The user's own check finds infinities.",
-        of_classes,
+        "checked_overflow", lambda: _among_classes(Residual(CheckedFeedForward())), "blocks.1.branch", FP16, of_classes
     ),
-    _fault(
-        "filled_mask",
-        _masked,
-        "blocks.1.branch.softmax",
-        FP16,
-        "A mask is filled with -1e9, which fp16 does not hold.",
-        of_sentences,
-    ),
-    _fault(
-        "scattered",
-        lambda: _among_classes(Scattered()),
-        "blocks.1.linear",
-        BOTH,
-        "An index assignment finds another dtype.",
-        of_classes,
-    ),
+    _fault("filled_mask", _masked, "blocks.1.branch.softmax", FP16, of_sentences),
+    _fault("scattered", lambda: _among_classes(Scattered()), "blocks.1.linear", BOTH, of_classes),
 )
