@@ -83,7 +83,7 @@ def measured(bench: Bench, policy: Policy = STOCK) -> Measurement:
 class Called(nn.Module):
     """A module that is a function of itself and its input."""
 
-    def __init__(self, call: Callable[..., torch.Tensor], **attributes: float) -> None:
+    def __init__(self, call: Callable[..., torch.Tensor], **attributes: Any) -> None:
         super().__init__()
         self.call = call
         for name, value in attributes.items():

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from benches import workload_of
+from benches import CPU, Checkpointed, workload_of
 from recorded_steps import found_in, recorded
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.breakdown.figures import distil
@@ -19,7 +18,6 @@ from amptune.measure.breakdown.step_trace import MODULE_RANGE, STEP_RANGE, Kerne
 from amptune.measure.results.step_profile import StepProfile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
-CPU = torch.device("cpu")
 BF16 = amp_recipe("bf16")
 
 
@@ -60,29 +58,19 @@ def test_times_on_a_cpu_add_up_to_the_step_without_the_profiler(in_bf16: StepPro
     assert in_bf16.optimizer_ms > 0
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.outer(checkpoint(self.inner, x, use_reentrant=False))
-        return result
-
-
 def test_what_a_checkpoint_runs_again_belongs_to_its_module() -> None:
-    casts = {cast.module: cast.count for cast in profiled(Checkpointed(), BF16, shape=(64,)).casts}
-    assert casts["inner"] > casts["outer"]
-    assert set(casts) <= {"inner", "outer", None}
+    model = nn.Sequential(Checkpointed(nn.Linear(64, 64)), nn.Linear(64, 8))
+    casts = {cast.module: cast.count for cast in profiled(model, BF16, shape=(64,)).casts}
+    assert casts["0.0"] > casts["1"]
+    assert set(casts) <= {"0.0", "1", None}
 
 
 def test_profiling_leaves_the_model_as_it_was() -> None:
-    calls = 0
+    calls: list[int] = []
 
     def failing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls > 32:  # 5 to warm up, at most 20 + 5 to be timed: this one is profiled
+        calls.append(1)
+        if len(calls) > 32:  # 5 to warm up, at most 20 + 5 to be timed: this one is profiled
             raise RuntimeError("the step fails")
         return model(batch).mean()  # type: ignore[no-any-return]
 
@@ -190,22 +178,16 @@ def test_kernels_on_two_streams_are_not_counted_twice() -> None:
     ("name", "kind"),
     [
         ("void cudnn::engines_precompiled::nchwToNhwcKernel<__half, __half>", "layout"),
-        ("void nhwcAddPaddingKernel<__nv_bfloat16>", "layout"),
         ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT", "tensor-core"),
         ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_64x3_nn_align2>", "tensor-core"),
         ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nchw_tilesize128x128x16", "tensor-core"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "tensor-core"),
         ("volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_f2f_exp_small_nhwc_tn_v1", "tensor-core"),
-        ("turing_h1688gemm_128x128_ldg8_nn", "tensor-core"),
         ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>", "plain"),
         ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4", "plain"),
-        ("volta_sgemm_128x64_nn", "plain"),
-        ("void cudnn::cnn::dgrad2d_grouped_direct_kernel<float, int, float>", "plain"),
         ("void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>", "plain"),
         ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, c10::BFloat16>", "plain"),
         ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>", "other"),
-        ("void at::native::batch_norm_backward_kernel<c10::BFloat16, float, float, int>", "other"),
-        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),
     ],
 )
 def test_a_kernels_name_tells_what_it_is(name: str, kind: str) -> None:
@@ -221,11 +203,6 @@ def test_all_of_a_recorded_gpu_steps_time_is_accounted_for(workload: str, policy
     )
     outside = sum(module.ms for module in profile.modules if module.module in (None, ""))
     assert outside < 0.1 * profile.gpu_busy_ms
-
-
-def test_backward_kernels_of_a_recorded_step_belong_to_their_modules() -> None:
-    modules = {module.module: module.ms for module in recorded("vgg16", "bf16").modules}
-    assert modules["avgpool"] == pytest.approx(13.9, abs=0.1)  # 13.7 of them backward
 
 
 @pytest.mark.parametrize(
@@ -253,6 +230,8 @@ def test_recorded_gpu_steps_give_the_findings_they_should(workload: str, policy:
 
 
 def test_the_findings_of_recorded_steps_name_what_is_to_blame() -> None:
+    modules = {module.module: module.ms for module in recorded("vgg16", "bf16").modules}
+    assert modules["avgpool"] == pytest.approx(13.9, abs=0.1)  # 13.7 of them backward
     assert found_in("vgg16", "bf16")["slow-operation"].module == "avgpool"
     assert found_in("vgg16", "stock")["no-tensor-cores"].module == "classifier.0"
     assert found_in("bert_base", "bf16")["unaligned-matmul"].figures["matmuls"][0]["n"] == 30522

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from amptune import Workload
-from amptune.errors import TargetError, UserCodeError
+from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop.input_checks import require_sound_input
 from amptune.measure.modules.inspection import inspect_model
@@ -29,10 +29,6 @@ def net() -> nn.Module:
 
 def of(**more: Any) -> Workload:
     return workload_of(net, **more)
-
-
-def test_sound_inputs_pass() -> None:
-    check(of(loader=lambda n: DataLoader(TensorDataset(torch.randn(32, 8)), n)))
 
 
 @pytest.mark.parametrize("rows", [lambda _: 64, lambda n: n + 1])
@@ -82,10 +78,7 @@ def test_a_step_that_never_steps_is_an_error_and_one_that_accumulates_or_has_an_
         check(of(loss=None, step=step_of("backward")))
 
 
-def test_an_empty_loader_and_one_that_raises_and_one_of_another_size_are_errors() -> None:
+def test_a_loader_is_asked_for_a_batch() -> None:
+    check(of(loader=lambda n: DataLoader(TensorDataset(torch.randn(32, 8)), n)))
     with pytest.raises(TargetError, match=r"loader\(4\) yields no batch: is its dataset empty"):
         check(of(loader=lambda n: DataLoader([], n)))  # type: ignore[arg-type]  # a list is a dataset
-    with pytest.raises(UserCodeError, match=r"loader\(4\) raised ZeroDivisionError"):
-        check(of(loader=lambda _: 1 / 0))
-    with pytest.raises(TargetError, match=r"loader\(4\) begins with a batch of tensors of shape"):
-        check(of(loader=lambda _: DataLoader(TensorDataset(torch.randn(32, 8)), 16)))

@@ -34,8 +34,6 @@ def only_in_fp32(tuned: Tuned, *rest: Any) -> torch.Tensor:
     "step",
     [
         step_of("backward scaler-step step update zero"),
-        step_of("backward scaler-step scaler-step update zero"),
-        TWICE,
         only_in_fp32,
     ],
 )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,20 +92,6 @@ def test_nothing_of_many_parameters_together_grows_without_bound() -> None:
     assert len(model.sketch_of(Sketcher(model), *(None for _ in range(400)))) <= 2**20
 
 
-def test_gradients_of_one_size_are_sketched_as_each_would_be_alone() -> None:
-    """Together, in one go, as a step of a small model has hundreds of them; large ones are not copied together."""
-    gradients = [random(90, 100, seed=seed) * (seed + 1) for seed in range(5)]
-    together = Weights(*(torch.zeros(90, 100) for _ in gradients))
-    sketcher = Sketcher(together)
-    sketch, counts = together.sketch_of(sketcher, *gradients), sketcher()[1]
-    for gradient, columns, count in zip(gradients, sketcher.columns, counts.tolist(), strict=True):
-        (alone,) = sketched(gradient)
-        assert torch.equal(sketch[columns], alone)
-        assert count == 9000 - int((gradient.abs() <= 2**-12 * gradient.square().mean().sqrt()).sum())
-    large = Weights(*(torch.zeros(MOST_TOGETHER // 2 + 1) for _ in range(2)))
-    assert [len(group) for group in Sketcher(large)._alike] == [1, 1]
-
-
 @pytest.mark.parametrize("unit", [1e-30, 1e30])
 def test_elements_that_are_rounding_errors_beside_the_others_do_not_count(unit: float) -> None:
     """As the gradients of queries and keys beside those of values, in a sequence of one token."""
@@ -147,25 +129,26 @@ def test_of_complex_gradients_both_parts_are_sketched(shape: tuple[int, int]) ->
     assert sketch.norm() == pytest.approx(float(gradient.norm()), rel=CLOSE)
 
 
-def digest_of_a_sketch() -> str:
-    (sketch,) = sketched(torch.arange(90_000.0).view(300, 300).cos())
-    return hashlib.sha256(sketch.numpy().tobytes()).hexdigest()
-
-
-def test_signs_are_the_same_in_every_instance_and_process() -> None:
-    command = "import test_numerics; print(test_numerics.digest_of_a_sketch())"
-    done = subprocess.run(
-        [sys.executable, "-c", command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-    )
+def test_signs_are_the_same_in_every_instance_whatever_was_drawn_and_draw_nothing() -> None:
+    gradient = torch.arange(90_000.0).view(300, 300).cos()
+    (one,) = sketched(gradient)
     torch.manual_seed(5)
-    assert done.stdout.strip() == digest_of_a_sketch() == digest_of_a_sketch()
-
-
-def test_making_a_sketcher_leaves_the_random_generator_alone() -> None:
-    model = nn.Linear(200, 200)
     before = torch.get_rng_state()
-    Sketcher(model)
+    (other,) = sketched(gradient)
+    assert torch.equal(one, other)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_gradients_of_one_size_are_sketched_as_each_would_be_alone() -> None:
+    """Together, in one go, as a step of a small model has hundreds of them; large ones are not copied together."""
+    gradients = [random(90, 100, seed=seed) * (seed + 1) for seed in range(5)]
+    together = Weights(*(torch.zeros(90, 100) for _ in gradients))
+    sketcher = Sketcher(together)
+    sketch = together.sketch_of(sketcher, *gradients)
+    for gradient, columns in zip(gradients, sketcher.columns, strict=True):
+        assert torch.equal(sketch[columns], sketched(gradient)[0])
+    large = Weights(*(torch.zeros(MOST_TOGETHER // 2 + 1) for _ in range(2)))
+    assert [len(group) for group in Sketcher(large)._alike] == [1, 1]
 
 
 # --- one run beside another ---------------------------------------------------------------------------------------
@@ -288,15 +271,6 @@ def test_a_systematic_error_is_a_bias_of_its_size(share: float) -> None:
     assert module.size == pytest.approx(1 + share, rel=1e-3)
 
 
-def test_a_bias_is_seen_through_larger_random_errors() -> None:
-    own = usual()
-    mean = own.mean(axis=0, keepdims=True)
-    (noisy,) = beside(gradients(own + rows(7) + 0.5 * mean), reference(gradients(own))).gradients
-    (fair,) = beside(gradients(own + rows(7)), reference(gradients(own))).gradients
-    assert noisy.bias == pytest.approx(0.5, rel=0.3)
-    assert fair.bias < 0.2
-
-
 def test_a_gradient_that_is_0_in_the_mean_makes_nothing_look_large_beside_it() -> None:
     own = rows(1)
     (module,) = beside(gradients(own + 0.1 * rows(2)), reference(gradients(own - own.mean(0)))).gradients
@@ -370,12 +344,6 @@ def test_one_batch_has_no_spread_and_its_error_is_its_bias() -> None:
 # --- loss curves -------------------------------------------------------------------------------------------------
 
 
-def drift_of(curve: Callable[[int], float], replicas: Sequence[tuple[float, ...]]) -> Parity:
-    own = gradients(usual())
-    losses = tuple(curve(step) * loss for step, loss in enumerate(falling()))
-    return beside(own, reference(own, replicas=replicas), losses)
-
-
 TWO_PERCENT_APART = (falling(by=1.02), falling(by=0.98))
 
 
@@ -385,18 +353,17 @@ TWO_PERCENT_APART = (falling(by=1.02), falling(by=0.98))
         (lambda _: 1.06, TWO_PERCENT_APART, 0.06, 3),
         (lambda step: 1.06 if step >= 3 * BATCHES else 1.0, TWO_PERCENT_APART, 0.06, 3),  # the worst epoch
         (lambda _: 1.01, (falling(), falling()), 0.01, 2),  # replicas that are alike leave a floor
+        (lambda _: 0.9, TWO_PERCENT_APART, -0.1, -5),
+        (lambda step: 1.3 if step % 2 else 0.7, TWO_PERCENT_APART, 0, 0),  # within an epoch they may differ
     ],
 )
 def test_drift_is_that_of_the_worst_epoch_relative_to_what_replicas_differ_by(
     curve: Callable[[int], float], replicas: Sequence[tuple[float, ...]], share: float, drift: float
 ) -> None:
-    parity = drift_of(curve, replicas)
-    assert (parity.drift_share, parity.drift) == pytest.approx((share, drift))
-
-
-def test_a_loss_below_that_in_fp32_is_no_drift_and_batches_within_an_epoch_may_differ() -> None:
-    assert drift_of(lambda _: 0.9, TWO_PERCENT_APART).drift < 0
-    assert drift_of(lambda step: 1.3 if step % 2 else 0.71, TWO_PERCENT_APART).drift == pytest.approx(0, abs=1)
+    own = gradients(usual())
+    losses = tuple(curve(step) * loss for step, loss in enumerate(falling()))
+    parity = beside(own, reference(own, replicas=replicas), losses)
+    assert (parity.drift_share, parity.drift) == pytest.approx((share, drift), abs=0.5 if drift == 0 else 1e-6)
 
 
 def test_several_curves_are_held_to_what_they_differ_by() -> None:
