@@ -11,10 +11,8 @@ from recorded_steps import found_in, recorded
 from torch import nn
 
 from amptune.measure.bench.bench import Bench
-from amptune.measure.breakdown.figures import distil
-from amptune.measure.breakdown.operation_kinds import kind_of_kernel
 from amptune.measure.breakdown.profiler import profile_step
-from amptune.measure.breakdown.step_trace import MODULE_RANGE, STEP_RANGE, Kernel, Op, StepTrace, read_trace
+from amptune.measure.breakdown.step_trace import STEP_RANGE, read_trace
 from amptune.measure.results.step_profile import StepProfile
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
@@ -80,19 +78,6 @@ def test_profiling_leaves_the_model_as_it_was() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_steps_with_too_many_events_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.measure.breakdown.profiler.MAX_EVENTS", 10)
-    profile = profiled(classifier(), STOCK, steps=3, shape=(64,))
-    assert profile.steps == 1
-
-
-def test_a_compiled_model_is_profiled_without_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    profile = profiled(classifier(), Policy(compile="default"), shape=(64,))
-    assert not profile.attributed
-    assert {module.module for module in profile.modules} == {None}
-
-
 def event(name: str, start: float, length: float, category: str = "cpu_op", /, **args: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "tid": 1, "ts": start, "dur": length, "args": args}
 
@@ -107,91 +92,18 @@ def test_a_trace_links_kernels_to_operations_and_backward_to_forward() -> None:
             event("Memcpy HtoD", 16.0, 1.0, "gpu_memcpy", **{"External id": 9}),
             {"ph": "s", "ts": 10.0, **link},
             {"ph": "f", "ts": 20.0, **link},
+            event(STEP_RANGE, 10.0, 100.0, "user_annotation", **{"External id": 3}),
+            event("cudaStreamSynchronize", 20.0, 5.0, "cuda_runtime"),
+            event("cudaDeviceSynchronize", 111.0, 5.0, "cuda_runtime"),
         ]
     )
-    assert [(op.name, op.forward) for op in trace.ops] == [("aten::mm", None), ("MmBackward0", 1)]
+    assert trace.synchronizations == 1, "in the step itself"
+    assert {(op.name, op.forward) for op in trace.ops} == {("aten::mm", None), (STEP_RANGE, None), ("MmBackward0", 1)}
     assert trace.ops[0].shapes == ((2, 3), (3, 4), ())
     assert [(kernel.name, kernel.op, kernel.compute) for kernel in trace.kernels] == [
         ("sgemm", 1, True),
         ("Memcpy HtoD", 9, False),
     ]
-
-
-def test_only_the_steps_own_waiting_counts_as_synchronization() -> None:
-    trace = read_trace(
-        [
-            event(STEP_RANGE, 10.0, 100.0, "user_annotation", **{"External id": 1}),
-            event("cudaStreamSynchronize", 20.0, 5.0, "cuda_runtime"),
-            event("cudaDeviceSynchronize", 111.0, 5.0, "cuda_runtime"),
-        ]
-    )
-    assert trace.synchronizations == 1
-
-
-def op(number: int, name: str, start_us: float, us: float, forward: int | None = None) -> Op:
-    return Op(id=number, name=name, thread=0, start_us=start_us, us=us, forward=forward)
-
-
-def test_the_slowest_module_comes_first_with_its_backward_pass() -> None:
-    ops = (
-        op(0, f"{MODULE_RANGE}small", 0.0, 10.0),
-        op(1, "aten::mm", 1.0, 5.0),
-        op(2, f"{MODULE_RANGE}large", 10.0, 10.0),
-        op(3, "aten::mm", 11.0, 5.0),
-        op(4, "autograd::engine::evaluate_function: MmBackward0", 30.0, 10.0),
-        op(5, "MmBackward0", 30.5, 6.0, forward=3),
-        op(6, "aten::mm", 31.0, 5.0),
-        op(7, "aten::add_", 38.0, 1.0),
-    )
-    kernels = tuple(Kernel(name="gemm", start_us=10.0 * n, us=1000.0, op=n) for n in (1, 3, 6, 7))
-    profile = distil([StepTrace(ops=ops, kernels=kernels)], device="cuda", step_ms=10.0)
-    assert [module.module for module in profile.modules] == ["large", "small"]
-    assert [module.ms for module in profile.modules] == pytest.approx([3.0, 1.0])
-
-
-def test_times_on_a_cpu_are_those_of_operations_themselves_as_fast_as_without_the_profiler() -> None:
-    ops = (
-        op(0, STEP_RANGE, 0.0, 100.0),
-        op(1, f"{MODULE_RANGE}a", 10.0, 40.0),
-        op(2, "aten::mm", 20.0, 20.0),
-        op(3, "MmBackward0", 50.0, 25.0, forward=2),
-        op(4, "Optimizer.step#SGD.step", 80.0, 20.0),
-        op(5, "aten::add_", 85.0, 10.0),
-    )
-    profile = distil([StepTrace(ops=ops)], device="cpu", step_ms=0.05)  # the profiler doubled it
-    assert {module.module: module.ms for module in profile.modules} == pytest.approx({"a": 0.0325, None: 0.0075})
-    assert profile.optimizer_ms == pytest.approx(0.01)
-
-
-def test_kernels_on_two_streams_are_not_counted_twice() -> None:
-    ops = (Op(id=0, name=f"{MODULE_RANGE}a", thread=0, start_us=0.0, us=9.0),)
-    kernels = tuple(Kernel(name="k", start_us=s, us=u, op=0) for s, u in ((0.0, 4000.0), (1000.0, 2000.0), (3e3, 2e3)))
-    profile = distil([StepTrace(ops=ops, kernels=kernels)], device="cuda", step_ms=10.0, host_ms=1.0)
-    assert profile.gpu_busy_ms == pytest.approx(5.0)
-    assert profile.gpu_idle_ms == pytest.approx(0.5 * profile.step_ms)
-    (module,) = profile.modules
-    assert module.module == "a"
-    assert module.ms == pytest.approx(8.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("void cudnn::engines_precompiled::nchwToNhwcKernel<__half, __half>", "layout"),
-        ("nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_NNT", "tensor-core"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_64x3_nn_align2>", "tensor-core"),
-        ("sm80_xmma_fprop_implicit_gemm_tf32f32_tf32f32_f32_nhwckrsc_nchw_tilesize128x128x16", "tensor-core"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "tensor-core"),
-        ("volta_fp16_s884cudnn_fp16_128x128_ldg8_relu_f2f_exp_small_nhwc_tn_v1", "tensor-core"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_nn_align1>", "plain"),
-        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4", "plain"),
-        ("void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>", "plain"),
-        ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<3, c10::BFloat16>", "plain"),
-        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>>", "other"),
-    ],
-)
-def test_a_kernels_name_tells_what_it_is(name: str, kind: str) -> None:
-    assert kind_of_kernel(name) == kind
 
 
 @pytest.mark.parametrize(("workload", "policy"), [("resnet50", "bf16"), ("bert_base", "bf16"), ("vgg16", "stock")])

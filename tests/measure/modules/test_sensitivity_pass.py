@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +40,6 @@ def modules_of(found: Sensitivity) -> dict[str, ModuleSensitivity]:
     return {module.path: module for module in found.modules}
 
 
-# --- what models may be like ----------------------------------------------------------------------------------------
-
-
 def test_every_module_without_children_is_looked_at_in_the_order_of_the_calls() -> None:
     layers = nn.Sequential(nn.ReLU(), nn.Linear(8, 4))
     found = modules_of(sensed(nn.Sequential(nn.Linear(8, 8), layers, nn.LayerNorm(4), nn.Dropout(0.5))))
@@ -65,9 +61,8 @@ class Repeating(nn.Module):
         self.linear, self.single = nn.Linear(8, 8), nn.Linear(8, 8)
         self.again = self.linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.single(self.linear(torch.tanh(self.again(torch.tanh(self.linear(x))))))
-        return out
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.single(self.linear(torch.tanh(self.again(torch.tanh(self.linear(x))))))
 
 
 def test_all_calls_of_a_module_count_whatever_it_is_called() -> None:
@@ -130,11 +125,10 @@ class FrozenBelow(nn.Module):
         self.embedding = nn.Embedding(10, 8).requires_grad_(False)
         self.never, self.aside, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor) -> Any:
         hidden = self.embedding(ids)
         self.aside(hidden)
-        out: torch.Tensor = self.head(input=hidden)
-        return out
+        return self.head(input=hidden)
 
 
 def once_only(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -150,12 +144,11 @@ class WrittenToLater(nn.Module):
         super().__init__()
         self.linear, self.drop, self.other = nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.linear(x)
         dropped = self.drop(x)
         x += 1000.0
-        out: torch.Tensor = x + self.other(dropped)
-        return out
+        return x + self.other(dropped)
 
 
 def around(*modules: nn.Module) -> nn.Module:
@@ -207,9 +200,6 @@ def test_a_module_whose_output_is_where_the_backward_pass_starts_is_looked_at() 
     assert list(modules_of(sensed(model, loss=lambda model, x: model(x)))) == ["0", "1"]
 
 
-# --- training goes on as if nothing had been ------------------------------------------------------------------------
-
-
 class KeepsItsMean(nn.Module):
     """Divides by a buffer that it changes in place: autograd refuses if that was changed since the forward pass."""
 
@@ -256,9 +246,6 @@ def test_the_step_that_is_looked_at_is_the_step_that_training_takes() -> None:
     assert all(map(torch.equal, first, watched))
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
-
-
 def test_the_stream_says_what_autocast_makes_of_an_output() -> None:
     in_fp32 = Called(lambda _, x: x.float() * 2)
     layers = (nn.Linear(8, 8), nn.ReLU(), in_fp32, nn.Identity(), nn.Linear(8, 8), nn.LayerNorm(8))
@@ -283,9 +270,8 @@ class Branching(nn.Module):
         self.left, self.right, self.plain = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
         self.join = Added()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.plain(torch.tanh(self.join(self.left(x), self.right(x))))
-        return out
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.plain(torch.tanh(self.join(self.left(x), self.right(x))))
 
 
 def test_producers_are_the_modules_whose_outputs_are_taken_as_they_are() -> None:
@@ -297,9 +283,6 @@ def test_the_whole_batch_is_looked_at_although_data_are_constant() -> None:
     constant = torch.randn(32, 8)
     (module,) = sensed(nn.Linear(8, 2), batch=lambda _: constant, batch_size=32).modules
     assert module.input_bytes == 4 * constant.numel()
-
-
-# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -320,21 +303,3 @@ def test_looking_takes_little_more_memory_than_training() -> None:
     sense(bench, STOCK, BOTH)
     assert torch.cuda.max_memory_allocated() < 1.5 * training
     assert torch.cuda.memory_reserved() < 2**20 * 16
-
-
-def test_what_is_held_for_a_module_goes_once_it_was_looked_at() -> None:
-    """Else all inputs would be there still when the backward pass ends, beside all gradients."""
-    held: list[int] = []
-
-    def count(_: torch.Tensor) -> None:
-        gc.collect()
-        held.append(sum(isinstance(one, torch.Tensor) and one.shape == (1021, 8) for one in gc.get_objects()))
-
-    def counted(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        if x.requires_grad:
-            x.register_hook(count)  # type: ignore[no-untyped-call]
-        return x
-
-    sensed(nn.Sequential(nn.Linear(8, 8), Called(counted), *(nn.GELU() for _ in range(20))), batch_size=1021)
-    assert held[-1] <= held[0] + 5  # the first was a step that nobody watched
