@@ -46,7 +46,7 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
 
-# --- the healthy surroundings ------------------------------------------------------------------------------------
+# --- the healthy surroundings -----------------------------------------------------------------------------------------
 
 DIM = 32
 FEATURES = 24
@@ -224,7 +224,7 @@ def language(*blocks: nn.Module, head: nn.Module | None = None) -> nn.Module:
     return Stack(stem=Tokens(), blocks=blocks, head=head, criterion=nn.CrossEntropyLoss())
 
 
-# --- the faults --------------------------------------------------------------------------------------------------
+# --- the faults -------------------------------------------------------------------------------------------------------
 
 
 class LateScaledAttention(Attention):

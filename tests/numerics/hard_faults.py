@@ -54,9 +54,6 @@ def _shifts(n: int) -> tuple[Tensor, ...]:
     return x, shift, target / 2 + fixed(SHIFTS, target.shape[-1], seed=2)[shift]
 
 
-# --- a small parameter beside a large one ----------------------------------------------------------------------------
-
-
 class Table(nn.Module):
     """One large weight, and a small table of one row per shift, of which something is added."""
 
@@ -89,16 +86,11 @@ def kelvins(rows: Tensor) -> Tensor:
     return in_autocast_dtype(rows + ZERO) - ZERO
 
 
-# --- a branch that starts closed --------------------------------------------------------------------------------------
-
-
 def closed(branch: nn.Module) -> nn.Module:
     """A residual branch behind a gate of 0, as in ReZero."""
     gate = nn.Parameter(torch.zeros(()))
     return Part(lambda own, x, *context: x + own.gate * own.branch(x, *context), branch=branch, gate=gate)
 
-
-# --- random numbers in the forward pass and in the loss --------------------------------------------------------------
 
 OWN = torch.Generator().manual_seed(3)
 NUMPY = np.random.default_rng(3)
@@ -111,9 +103,6 @@ def noise(draw: Callable[[Tensor], Tensor]) -> nn.Module:
 def blurred_kelvin_loss(own: nn.Module, celsius: Tensor, kelvin: Tensor) -> Tensor:
     blur = torch.from_numpy(NUMPY.standard_normal(tuple(kelvin.shape))).to(kelvin)
     return kelvin_loss(own, celsius, kelvin + blur.round() / 4)  # quarters, as the temperatures are
-
-
-# --- exceptions -------------------------------------------------------------------------------------------------------
 
 
 def checked(own: Any, x: Tensor, *_: Tensor) -> Any:

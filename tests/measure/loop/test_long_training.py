@@ -28,9 +28,8 @@ BF16 = amp_recipe("bf16")
 ENOUGH_S = 1000.0
 
 
-def squares(model: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = (model(batch).float() - torch.sin(batch[:, :1] - batch.mean(1, keepdim=True))).square().mean()
-    return loss
+def squares(model: nn.Module, batch: Tensor) -> Any:
+    return (model(batch).float() - torch.sin(batch[:, :1] - batch.mean(1, keepdim=True))).square().mean()
 
 
 def workload(**parts: Any) -> Workload:
@@ -52,7 +51,7 @@ def test_every_policy_trains_on_the_same_batches_of_its_seed_and_shuffles_each_e
     """Also behind dropout, which draws from the same generator: each step is seeded by itself."""
     seen: list[float] = []
 
-    def noting(model: nn.Module, batch: Tensor) -> Tensor:
+    def noting(model: nn.Module, batch: Tensor) -> Any:
         batch = batch[0] if loader else batch
         seen.append(float(batch.sum()))
         return squares(model, batch)
@@ -78,7 +77,7 @@ def test_training_ends_when_its_time_is_over_but_takes_a_step() -> None:
 def test_a_loss_that_is_not_finite_ends_training_soon() -> None:
     steps: list[int] = []
 
-    def breaking(model: nn.Module, batch: Tensor) -> Tensor:
+    def breaking(model: nn.Module, batch: Tensor) -> Any:
         steps.append(0)
         return squares(model, batch) * (math.inf if len(steps) > 100 else 1.0)
 
@@ -92,9 +91,6 @@ def test_the_curve_ends_with_what_evaluate_gives_and_the_buffers() -> None:
     curve = train_long(Bench(workload(model=model, evaluate=lambda _: 0.75), CPU), BF16, 4, 0, ENOUGH_S)
     assert curve.evaluated == 0.75
     assert set(curve.buffers) == {"0.running_mean", "0.running_var"}
-
-
-# --- what the gate does not see ---------------------------------------------------------------------------------------
 
 
 class Scaled(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice, product
@@ -63,13 +63,12 @@ class Steps:
         self.types: set[type] = set()
         self.scripted, self.seconds = scripted or ScriptedTime(), seconds
 
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
         self.scripted.now_s += self.seconds
         features = batch if isinstance(batch, torch.Tensor) else batch[0]
         self.sizes.append(len(features))
         self.types.add(type(batch))
-        loss: torch.Tensor = model(features).square().mean()
-        return loss
+        return model(features).square().mean()
 
 
 def workload_of(**more: Any) -> Workload:
@@ -107,18 +106,6 @@ def test_a_loader_that_ends_begins_again(policy: Policy, sizes: list[int]) -> No
     loss = Steps()
     turn(policy, loss=loss, loader=lambda n: DataLoader(dataset(9), batch_size=n))
     assert loss.sizes == (sizes * len(loss.sizes))[: len(loss.sizes)]
-
-
-def test_a_loader_that_is_an_iterator_is_built_again_for_each_epoch() -> None:
-    built = []
-
-    def loader(n: int) -> Iterator[torch.Tensor]:
-        built.append(n)
-        return iter([torch.randn(n, 8), torch.randn(n, 8)])
-
-    epochs = Epochs(workload_of(loader=loader), BATCH, CPU)
-    assert [len(next(epochs)) for _ in range(5)] == [BATCH] * 5
-    assert built == [BATCH] * 3
 
 
 def all_processes_end() -> bool:
@@ -202,9 +189,6 @@ def test_batches_keep_their_type_on_a_gpu_and_those_made_there_need_no_copy() ->
     turn(device=gpu, batch=lambda n: Named(torch.randn(n, 8), torch.randn(n)), loss=loss)
     assert loss.types == {Named}
     turn(device=gpu, batch=lambda n: torch.randn(n, 8, device="cuda"))
-
-
-# --- a turn of the loop -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

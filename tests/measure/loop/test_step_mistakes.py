@@ -89,7 +89,6 @@ def test_a_step_that_leaves_the_policys_autocast_out_is_told_so() -> None:
 
     (finding,) = mistakes_in_step(bench_of(plain))
     assert finding.code == "autocast-unused"
-    assert "with tuned.autocast():" in str(finding)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such luck"), SystemExit("no such luck")])

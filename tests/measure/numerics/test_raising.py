@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from benches import CPU
+from benches import CPU, Called
 from benches import workload_of as any_workload
 from torch import Tensor, nn
 
@@ -37,31 +36,21 @@ def of_sines(model: nn.Module, x: Tensor) -> Any:
     return (model(x).float() - x[:, :1].sin()).square().mean()
 
 
-class Odd(nn.Module):
-    """A product, and what the user's own code does with it."""
-
-    def __init__(self, then: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.product, self.then = nn.Linear(WIDTH, WIDTH), then
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.then(x, self.product(x))
-
-
-def checked(x: Tensor, y: Tensor) -> Tensor:
-    y = 3e4 * y * 3.0
+def checked(own: Any, x: Tensor) -> Any:
+    y = 3e4 * own.product(x) * 3.0
     if not torch.isfinite(y).all():
         raise ValueError("the activations are not finite")
     return x + y / 1e5
 
 
-def scattered(x: Tensor, y: Tensor) -> Tensor:
+def scattered(own: Any, x: Tensor) -> Tensor:
     out = torch.zeros(x.shape)
-    out[torch.arange(len(x))] = y
+    out[torch.arange(len(x))] = own.product(x)
     return x + out
 
 
-def ended(x: Tensor, y: Tensor) -> Tensor:
+def ended(own: Any, x: Tensor) -> Any:
+    y = own.product(x)
     if y.dtype != torch.float32:
         sys.exit("this code is written for float32")
     return x + y
@@ -87,7 +76,12 @@ class Here:
 
 @pytest.mark.parametrize(("then", "dtype"), [(checked, "fp16"), (scattered, "bf16"), (ended, "bf16")])
 def test_what_raises_under_autocast_alone_is_refused_by_name_and_cured(then: Any, dtype: Any) -> None:
-    layers = (nn.Linear(8, WIDTH), Odd(then), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    layers = (
+        nn.Linear(8, WIDTH),
+        Called(then, product=nn.Linear(WIDTH, WIDTH)),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, 1),
+    )
     here = Here(Bench(workload_of(nn.Sequential(*layers), loss=of_sines), CPU))
     gatekeeper = gatekeeper_of(here)
     judgement = gatekeeper.judgement_of(amp_recipe(dtype))
@@ -100,13 +94,10 @@ def test_what_raises_under_autocast_alone_is_refused_by_name_and_cured(then: Any
     assert cure.modules == ("1.product",)
 
 
-# --- the gate's own faults --------------------------------------------------------------------------------------------
-
-
 MEMORY = torch.zeros(())
 
 
-def recorded_loss(model: nn.Module, x: Tensor) -> Tensor:
+def recorded_loss(model: nn.Module, x: Tensor) -> Any:
     """Gives its loss, under autocast in one place, as a CUDA graph does: the next run writes there."""
     loss = of_sines(model, x)
     if torch.is_autocast_enabled("cpu"):

@@ -35,9 +35,8 @@ class Net(nn.Module):
         self.first, self.norm = nn.Conv2d(3, 5, 3), norm or nn.Identity()
         self.block, self.last = nn.Sequential(nn.Linear(5, 5), nn.ReLU()), nn.Linear(5, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(self.block(self.norm(self.first(x).mean(dim=(2, 3)))))
-        return result
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.block(self.norm(self.first(x).mean(dim=(2, 3)))))
 
 
 class WithAnIdlePart(Net):
@@ -83,12 +82,12 @@ def misbehave(how: int, model: nn.Module) -> None:
         dict(model.named_buffers())["norm.running_mean"].fill_(float("inf"))
 
 
-def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
+def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Any:
     print(f"the user prints in every step\nthreads: {torch.get_num_threads()}", flush=True)
     misbehave(len(batch), model)
     with tuned.autocast():
         found = loss(model, tuned.batch(batch)) * (float("nan") if len(batch) == NAN else 1.0)
-    tuned.scaler.scale(found).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+    tuned.scaler.scale(found).backward()
     tuned.scaler.step(optimizer)
     tuned.scaler.update()
     optimizer.zero_grad()
@@ -98,9 +97,8 @@ def step(tuned: Tuned, model: nn.Module, optimizer: torch.optim.Optimizer, batch
     return found
 
 
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(batch).square().mean()
-    return found
+def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+    return model(batch).square().mean()
 
 
 def of(model: Any = Net, **parts: Any) -> Workload:
@@ -146,9 +144,6 @@ no_module = of(lambda: 3)
 not_built = of(lambda: 1 / 0)
 
 
-# --- how the ranks share the model ------------------------------------------------------------------------------------
-
-
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (distributed.get_world_size(),))  # where GPUs are visible, the default is of them
 
@@ -174,7 +169,7 @@ def mistaken(*_: object) -> nn.Module:
     raise KeyError("no such mesh")
 
 
-def noting_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def noting_loss(model: nn.Module, batch: torch.Tensor) -> Any:
     if rank() is not None:
         kinds = {type(one.data).__name__ for one in model.parameters()}
         note(f"{type(model).__name__} of {', '.join(sorted(kinds))}")
@@ -186,7 +181,7 @@ def sharded_to_the_idle_part(model: nn.Module, tuned: Tuned) -> nn.Module:
     return fully_shard(model, tuned, mesh=mesh())
 
 
-def breaking_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def breaking_loss(model: nn.Module, batch: torch.Tensor) -> Any:
     if rank() == 1:
         weight: Any = model.get_parameter("idle.weight")
         with torch.no_grad():

@@ -85,9 +85,9 @@ def test_a_worker_has_the_environment_of_the_moment_the_scripts_arguments_and_th
     source = Source(target="/a/train.py:workload", arguments=("--lr", "0.1"))
     one = WorkerProcess(Setting(source=source, device="cpu", log=tmp_path / "workers.log"))
     monkeypatch.setenv("AMPTUNE_ASKED", "now")
-    assert one.call(LIMIT_S, asking.environment, "AMPTUNE_ASKED") == "now"
+    assert one.call(LIMIT_S, os.getenv, "AMPTUNE_ASKED") == "now"
     assert one.call(LIMIT_S, asking.argv) == ["/a/train.py", "--lr", "0.1"]
-    assert one.call(LIMIT_S, asking.start_method) == multiprocessing.get_start_method()
+    assert one.call(LIMIT_S, multiprocessing.get_start_method) == multiprocessing.get_start_method()
     stop_all([one])
 
 

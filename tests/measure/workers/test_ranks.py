@@ -146,9 +146,6 @@ def test_a_launch_compiles_in_every_rank(evaluator: WorkerEvaluator, notes: Path
     assert measured(evaluator, compiled).recompiled == 0
 
 
-# --- a workload that says how the ranks share the model ---------------------------------------------------------------
-
-
 @of("by_fsdp2")
 def test_trials_train_a_sharded_model_each_from_the_same_weights_on_both_ranks(
     evaluator: WorkerEvaluator, notes: Path
