@@ -30,18 +30,14 @@ def optimizers_of(model: nn.Module) -> Optimizers:
     return torch.optim.Adam(generator.parameters(), lr=1e-3), torch.optim.SGD(critic.parameters(), lr=1e-2)
 
 
-def step(tuned: Tuned, model: Any, optimizers: Optimizers, batch: torch.Tensor) -> torch.Tensor:
-    (generator, critic), loss_of = optimizers, nn.functional.binary_cross_entropy_with_logits
+def step(tuned: Tuned, model: Any, optimizers: Optimizers, batch: torch.Tensor) -> Any:
     loss = torch.zeros(())
-    for optimizer, wanted in ((critic, 0.0), (generator, 1.0)):
+    for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
         model.zero_grad()
         with tuned.autocast():
-            fake = model["critic"](model["generator"](torch.randn_like(batch)))
-            loss = loss_of(fake, torch.full_like(fake, wanted))
-            if optimizer is critic:
-                real = model["critic"](tuned.batch(batch))
-                loss = loss + loss_of(real, torch.ones_like(real))
-        tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+            fake, real = (model["critic"](x) for x in (model["generator"](batch.neg()), tuned.batch(batch)))
+            loss = sign * (fake.sigmoid() - real.sigmoid()).mean()
+        torch.autograd.backward(tuned.scaler.scale(loss))
         tuned.scaler.step(optimizer)
     tuned.scaler.update()
     return loss

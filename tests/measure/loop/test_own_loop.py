@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice, product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -39,32 +40,14 @@ class Named(NamedTuple):
     labels: torch.Tensor
 
 
-class ScriptedTime:
-    """Stands for the `time` module in the loop: its time passes where a test says so."""
-
-    now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def batch_in(self, seconds: float) -> Callable[[int], torch.Tensor]:
-        def batch(n: int) -> torch.Tensor:
-            self.now_s += seconds
-            return torch.randn(n, 8)
-
-        return batch
-
-
 class Steps:
-    """A loss that notes its batches' types and sizes, and takes so many seconds of a scripted time."""
+    """A loss that notes its batches' types and sizes."""
 
-    def __init__(self, scripted: ScriptedTime | None = None, seconds: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.sizes: list[int] = []
         self.types: set[type] = set()
-        self.scripted, self.seconds = scripted or ScriptedTime(), seconds
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        self.scripted.now_s += self.seconds
         features = batch if isinstance(batch, torch.Tensor) else batch[0]
         self.sizes.append(len(features))
         self.types.add(type(batch))
@@ -198,13 +181,20 @@ def test_batches_keep_their_type_on_a_gpu_and_those_made_there_need_no_copy() ->
 def test_a_turn_pays_for_waiting_for_a_loader_and_says_how_much_but_not_for_drawing_batches(
     accumulate: int, loads: bool, mean_ms: float, wait_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scripted = ScriptedTime()
-    monkeypatch.setattr(clocks, "time", scripted)
+    now_s = 0.0
+
+    def after(seconds: float, value: torch.Tensor) -> torch.Tensor:
+        nonlocal now_s
+        now_s += seconds
+        return value
+
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now_s))
     if not loads:  # a busy CPU takes some time even for batches that lie ready
         monkeypatch.setattr(LoaderFeed, "wait_share", lambda _: 0.1)
-    batch = scripted.batch_in(0.02)
+    batch = lambda n: after(0.02, torch.randn(n, 8))  # noqa: E731
     parts: dict[str, Any] = {"loader": lambda n: (batch(n) for _ in count())} if loads else {"batch": batch}
-    outcome = turn(Policy(accumulate=accumulate), loss=Steps(scripted, 0.005), **parts)
+    loss = lambda model, batch: after(0.005, model(batch).square().mean())  # noqa: E731
+    outcome = turn(Policy(accumulate=accumulate), loss=loss, **parts)
     assert outcome.in_loop
     assert outcome.mean_ms == pytest.approx(mean_ms)
     assert outcome.wait_share == pytest.approx(wait_share, abs=0.03)  # the last step is not over
