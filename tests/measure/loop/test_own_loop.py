@@ -191,7 +191,10 @@ def test_a_turn_pays_for_waiting_for_a_loader_and_says_how_much_but_not_for_draw
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now_s))
     if not loads:  # a busy CPU takes some time even for batches that lie ready
         monkeypatch.setattr(LoaderFeed, "wait_share", lambda _: 0.1)
-    batch = lambda n: after(0.02, torch.randn(n, 8))  # noqa: E731
+
+    def batch(n: int) -> torch.Tensor:
+        return after(0.02, torch.randn(n, 8))
+
     parts: dict[str, Any] = {"loader": lambda n: (batch(n) for _ in count())} if loads else {"batch": batch}
     loss = lambda model, batch: after(0.005, model(batch).square().mean())  # noqa: E731
     outcome = turn(Policy(accumulate=accumulate), loss=loss, **parts)
