@@ -134,6 +134,7 @@ def built_once() -> nn.Module:
 
 
 workload = of(lambda: Net(nn.BatchNorm1d(5)), loss=None, step=step)
+replicated = of(loss=None, step=step)
 with_an_idle_part = of(WithAnIdlePart)
 freezing = of(optimizer=of_its_last)
 breaking_loader = of(loader=loader)

@@ -37,7 +37,7 @@ def over_two(folder: Path, name: str) -> WorkerEvaluator:
 @pytest.fixture
 def evaluator(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[WorkerEvaluator]:
     """Of the workload that a test's parameter names, if it names one."""
-    with over_two(tmp_path, getattr(request, "param", "workload")) as evaluator:
+    with over_two(tmp_path, getattr(request, "param", "replicated")) as evaluator:
         yield evaluator
 
 
