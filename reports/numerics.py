@@ -1,13 +1,13 @@
 """Holds the numerics gate, the diagnosis and the cure against models of which it is known what is wrong with them.
 
-    python reports/numerics.py --faults --healthy 20 --out reports/numerics/cpu
-    python reports/numerics.py --faults --healthy 3 --zoo --out reports/numerics/h200
+    python reports/numerics.py --faults --out reports/numerics/cpu
+    python reports/numerics.py --faults --packages 2 --zoo --out reports/numerics/h200
 
 `--faults`: each model of `faults.py` and `hard_faults.py` in `tests/numerics`, under autocast in bf16 and fp16. Is it
 rejected where its fault shows and passed where it does not? Is the planted module, or one that holds it, named first,
 and what does the cure hold besides it?
-`--healthy N`: each model of `tests/numerics/healthy.py`, N times with other seeds: how many runs are rejected?
-`--packages N`: the same of the forty models of `package_models.py`; on a CPU, pictures in bf16 only.
+`--packages N`: each of the forty models of `package_models.py`, N times with other seeds: how many runs are rejected?
+On a CPU, pictures in bf16 only.
 `--others N`, `--later N`: the same of two times thirty others there.
 `--full-size N`: the same of those there that are as large as in use.
 `--zoo`: the bundled workloads, in bf16, fp16, bf16 with channels_last, and TF32.
@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "numer
 
 from faults import FAULTS, Fault  # found by the line above
 from hard_faults import HARD_FAULTS
-from healthy import HEALTHY
 
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
@@ -88,7 +87,6 @@ class OnABench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--healthy", type=int, default=0, metavar="N")
     for kind in OF_PACKAGES:
         parser.add_argument(f"--{kind.replace('_', '-')}", type=int, default=0, metavar="N")
     parser.add_argument("--zoo", nargs="*", metavar="NAME")
@@ -122,9 +120,6 @@ def _rows(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[s
     chosen = slice(part - 1, None, parts)
     if options.faults:
         yield from (("faults", row) for row in _faults(device, (*FAULTS, *HARD_FAULTS)[chosen]))
-    if options.healthy:
-        models = dict(list(HEALTHY.items())[chosen])
-        yield from (("healthy", row) for row in _healthy(device, models, options.healthy, HALVES))
     if any(getattr(options, kind) for kind in OF_PACKAGES):
         import package_models  # beside this program; it needs torchvision, timm and transformers
 
@@ -192,15 +187,13 @@ def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - start_s, 1)}
 
 
-def _healthy(
-    device: torch.device, models: Mapping[str, Workload], times: int, halves: Sequence[Autocast] = ()
-) -> Iterator[dict[str, Any]]:
+def _healthy(device: torch.device, models: Mapping[str, Workload], times: int) -> Iterator[dict[str, Any]]:
     for name, workload in models.items():
         for seed in range(times):
             bench = Bench(workload, device, seed=1_000_003 * (1 + seed))
             of_pictures = any(isinstance(module, torch.nn.Conv2d) for module in bench.model.modules())
             slow = device.type == "cpu" and of_pictures  # no fast kernels for fp16 there
-            policies = [amp_recipe(half) for half in halves or (HALVES[:1] if slow else HALVES)]
+            policies = [amp_recipe(half) for half in (HALVES[:1] if slow else HALVES)]
             yield from _judgements(name, bench, policies, seed=seed)
 
 

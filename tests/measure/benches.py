@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from amptune import Policy, Workload
 from amptune.measure.bench.bench import Bench
@@ -82,7 +83,7 @@ def measured(bench: Bench, policy: Policy = STOCK) -> Measurement:
 class Called(nn.Module):
     """A module that is a function of itself and its input."""
 
-    def __init__(self, call: Callable[..., torch.Tensor], **attributes: float) -> None:
+    def __init__(self, call: Callable[..., torch.Tensor], **attributes: Any) -> None:
         super().__init__()
         self.call = call
         for name, value in attributes.items():
@@ -90,6 +91,20 @@ class Called(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(self, x)
+
+
+class Checkpointed(nn.Sequential):
+    """Runs each of its modules again in the backward pass."""
+
+    def __init__(self, *modules: nn.Module, reentrant: bool = False) -> None:
+        super().__init__(*modules)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_() if x.is_leaf else x
+        for module in self:
+            x = checkpoint(module, x, use_reentrant=self.reentrant)
+        return x
 
 
 class Remembering(nn.Linear):

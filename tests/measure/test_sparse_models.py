@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from benches import CPU, measured, workload_of
+from benches import CPU, Called, measured, workload_of
 from torch import nn
 
 from amptune.measure.bench.bench import Bench
@@ -32,15 +33,14 @@ def adjacency(layout: torch.layout, seed: int = 0) -> torch.Tensor:
     return dense.to_sparse(layout=layout)
 
 
-class Graph(nn.Module):
-    def __init__(self, layout: torch.layout) -> None:
-        super().__init__()
-        self.register_buffer("adjacency", adjacency(layout))
-        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 2)
+def aggregated(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return own.get_buffer("adjacency") @ x.relu().float()  # type: ignore[no-any-return]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.outer(self.get_buffer("adjacency") @ self.inner(x).relu().float())
-        return out
+
+def graph(layout: torch.layout) -> nn.Module:
+    aggregating = Called(aggregated)
+    aggregating.register_buffer("adjacency", adjacency(layout))
+    return nn.Sequential(nn.Linear(8, 8), aggregating, nn.Linear(8, 2))
 
 
 def judged(workload: Workload) -> list[str]:
@@ -53,45 +53,29 @@ def judged(workload: Workload) -> list[str]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_sparse_buffer_is_part_of_a_model_and_named_if_it_breaks(layout: torch.layout) -> None:
-    workload = workload_of(lambda: Graph(layout), batch=lambda _: torch.randn(NODES, 8), batch_size=NODES)
-    assert "inner.weight" in judged(workload)
-    model = Graph(layout)
+    workload = workload_of(lambda: graph(layout), batch=lambda _: torch.randn(NODES, 8), batch_size=NODES)
+    assert "0.weight" in judged(workload)
+    model = graph(layout)
     assert list(nonfinite_in(model)) == []
-    model.get_buffer("adjacency").values()[0] = math.nan
-    assert list(nonfinite_in(model)) == ["adjacency"]
+    model.get_buffer("1.adjacency").values()[0] = math.nan
+    assert list(nonfinite_in(model)) == ["1.adjacency"]
 
 
-def test_a_batch_may_hold_a_sparse_matrix() -> None:
-    def batch(_: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(NODES, 8), adjacency(torch.sparse_csr, int(torch.randint(1000, ())))
+def with_a_sparse_matrix(n: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(n, 8), adjacency(torch.sparse_csr, int(torch.randint(1000, ())))
 
-    workload = workload_of(
-        nn.Linear(8, 2),
-        batch=batch,
-        loss=lambda model, batch: (batch[1] @ model(batch[0]).float()).square().mean(),
-        batch_size=NODES,
-    )
+
+def nested(n: int) -> tuple[torch.Tensor, ...]:
+    rows = [torch.randn(int(torch.randint(2, 6, ())), 8) for _ in range(n)]
+    return (torch.nested.nested_tensor(rows, layout=torch.jagged),)
+
+
+@pytest.mark.parametrize("batch", [with_a_sparse_matrix, nested])
+def test_a_batch_may_hold_a_sparse_or_a_nested_tensor(batch: Any) -> None:
+    def loss(model: nn.Module, parts: tuple[Any, ...]) -> torch.Tensor:
+        out = model(parts[0])
+        found = parts[1] @ out.float() if len(parts) > 1 else out.to_padded_tensor(0.0).float()
+        return found.square().mean()  # type: ignore[no-any-return]
+
+    workload = workload_of(nn.Linear(8, 2), batch=batch, loss=loss, batch_size=NODES)
     assert judged(workload) == ["weight", "bias"]
-
-
-def test_a_batch_may_be_nested() -> None:
-    def batch(n: int) -> torch.Tensor:
-        rows = [torch.randn(int(torch.randint(2, 6, ())), 8) for _ in range(n)]
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
-
-    workload = workload_of(
-        nn.Linear(8, 2),
-        batch=batch,
-        loss=lambda model, batch: model(batch).to_padded_tensor(0.0).float().square().mean(),
-    )
-    assert judged(workload) == ["weight", "bias"]
-
-
-def test_sparse_gradients_have_a_norm() -> None:
-    def norm(*, sparse: bool) -> object:
-        model = lambda: nn.Sequential(nn.Embedding(50, 8, sparse=sparse), nn.Flatten(), nn.Linear(40, 2))  # noqa: E731
-        bench = Bench(workload_of(model, batch=lambda n: torch.zeros(n, 5, dtype=torch.long)), CPU)
-        with bench.on_device(STOCK) as (_, stepper):
-            return stepper.first_step()
-
-    assert norm(sparse=True) == pytest.approx(norm(sparse=False))

@@ -23,26 +23,16 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 BF16 = amp_recipe("bf16")
 
 
-@pytest.fixture
-def bench() -> Bench:
+def test_the_parts_beside_it_are_inspected_traced_and_timed_alone_and_all_is_judged() -> None:
     def build() -> nn.Module:
         scripted: nn.Module = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
         return nn.Sequential(scripted, nn.Conv2d(4, 4, 1))
 
-    return Bench(workload_of(build, (3, 8, 8)), CPU)
-
-
-def test_the_parts_beside_it_are_inspected(bench: Bench) -> None:
+    bench = Bench(workload_of(build, (3, 8, 8)), CPU)
     subject = inspect_model(bench, "digest")
     assert {leaf.path for leaf in subject.leaves if leaf.flops} == {"1"}
     assert subject.fusable
-
-
-def test_it_is_judged(bench: Bench) -> None:
     parity = judge(bench, BF16, make_reference(bench, STOCK, math.inf))
     assert {one.name.partition(".")[0] for one in parity.gradients} == {"0", "1"}
-
-
-def test_the_parts_beside_it_are_traced_and_timed_alone(bench: Bench) -> None:
     assert "1" in {one.path for one in trace_step(bench, BF16, STOCK)}
     assert "1" in {one.path for one in sense(bench, STOCK, ("bf16",)).modules}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,16 +31,13 @@ BOTH: tuple[Half, ...] = ("bf16", "fp16")
 class Fault:
     """A workload whose modules `culprits` break training under plain autocast in the dtypes `breaks`.
 
-    In FP32, and with exactly the culprits kept in FP32, it trains well. A `quiet` fault leaves loss, weights and
-    buffers finite: gradients are wrong or zero.
+    In FP32, and with exactly the culprits kept in FP32, it trains well.
     """
 
     name: str
     workload: Workload
     culprits: tuple[str, ...]
     breaks: tuple[Half, ...]
-    what: str
-    quiet: bool = False
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
 
-# --- the healthy surroundings ------------------------------------------------------------------------------------
+# --- the healthy surroundings -----------------------------------------------------------------------------------------
 
 DIM = 32
 FEATURES = 24
@@ -62,17 +60,26 @@ class Stack(nn.Module):
 
     def __init__(self, *, stem: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, criterion: nn.Module) -> None:
         super().__init__()
-        self.stem = stem
-        self.blocks = nn.ModuleList(blocks)
-        self.head = head
-        self.criterion = criterion
+        self.stem, self.blocks, self.head, self.criterion = stem, nn.ModuleList(blocks), head, criterion
 
-    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *context: Tensor) -> Any:
         x = self.stem(x)
         for block in self.blocks:
             x = block(x, *context)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
+
+
+class Part(nn.Module):
+    """A module that is a function of itself, which has the `parts`, and of its inputs."""
+
+    def __init__(self, call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.call(self, *inputs)
 
 
 class Residual(nn.Module):
@@ -81,71 +88,53 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(DIM) if norm is None else norm
         self.branch = branch
 
-    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        out: Tensor = x + self.branch(self.norm(x), *context)
-        return out
+    def forward(self, x: Tensor, *context: Tensor) -> Any:
+        return x + self.branch(self.norm(x), *context)
+
+
+def square() -> nn.Linear:
+    return nn.Linear(DIM, DIM)
 
 
 class FeedForward(nn.Module):
     def __init__(self, activation: Callable[[], nn.Module] = nn.GELU) -> None:
         super().__init__()
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.act = activation()
-        self.down = nn.Linear(2 * DIM, DIM)
+        self.up, self.act, self.down = nn.Linear(DIM, 2 * DIM), activation(), nn.Linear(2 * DIM, DIM)
 
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.up(x)))
-        return out
+    def forward(self, x: Tensor, *_: Tensor) -> Any:
+        return self.down(self.act(self.up(x)))
 
 
-class BatchNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM, bias=False)
-        self.norm = nn.BatchNorm1d(DIM)
-        self.act = nn.ReLU()
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        out: Tensor = self.act(self.norm(self.linear(x)))
-        return out
+def batch_normed() -> nn.Module:
+    parts = {"linear": nn.Linear(DIM, DIM, bias=False), "norm": nn.BatchNorm1d(DIM), "act": nn.ReLU()}
+    return Part(lambda own, x, *_: own.act(own.norm(own.linear(x))), **parts)
 
 
-class Convolved(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-        self.act = nn.ReLU()
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        out: Tensor = x + self.act(self.norm(self.conv(x)))
-        return out
+def convolved(channels: int) -> nn.Module:
+    conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+    return Part(
+        lambda own, x: x + own.act(own.norm(own.conv(x))), conv=conv, norm=nn.BatchNorm2d(channels), act=nn.ReLU()
+    )
 
 
-class Softmax(nn.Module):
+def softmax(_: nn.Module, scores: Tensor, keep: Tensor) -> Tensor:
     """Over the tokens that are kept: `keep` is (batch, tokens), 0 for padding."""
-
-    def forward(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return scores.masked_fill(keep[:, None, None, :] == 0, -math.inf).softmax(-1)
+    return scores.masked_fill(keep[:, None, None, :] == 0, -math.inf).softmax(-1)
 
 
 class Attention(nn.Module):
     heads = 4
 
-    def __init__(self, softmax: nn.Module | None = None) -> None:
+    def __init__(self, call: Callable[..., Tensor] = softmax) -> None:
         super().__init__()
-        self.query = nn.Linear(DIM, DIM, bias=False)
-        self.key = nn.Linear(DIM, DIM, bias=False)
-        self.value = nn.Linear(DIM, DIM)
-        self.softmax = Softmax() if softmax is None else softmax
-        self.out = nn.Linear(DIM, DIM)
+        self.query, self.key = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+        self.value, self.softmax, self.out = square(), Part(call), square()
 
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keep: Tensor) -> Any:
         query, key, value = (
             linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
-        out: Tensor = self.out((self.softmax(self.scores(query, key), keep) @ value).transpose(1, 2).flatten(2))
-        return out
+        return self.out((self.softmax(self.scores(query, key), keep) @ value).transpose(1, 2).flatten(2))
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         return torch.matmul(query * query.shape[-1] ** -0.5, key.transpose(-1, -2))
@@ -154,17 +143,14 @@ class Attention(nn.Module):
 class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(VOCABULARY, DIM)
-        self.places = nn.Embedding(TOKENS, DIM)
+        self.words, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(TOKENS, DIM)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.words(ids) + self.places.weight
-        return out
+    def forward(self, ids: Tensor) -> Any:
+        return self.words(ids) + self.places.weight
 
 
-class MeanOfTokens(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
+def mean_of_tokens(_: nn.Module, x: Tensor) -> Tensor:
+    return x.mean(1)
 
 
 def head_of(outputs: int, pool: nn.Module | None = None) -> nn.Module:
@@ -183,11 +169,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+def loss_of(model: Any, batch: tuple[Tensor, ...]) -> Any:
     """The last tensor of a batch is the target; what stands between it and the first is context."""
     *inputs, target = batch
-    loss: Tensor = model.criterion(model(*inputs), target)
-    return loss
+    return model.criterion(model(*inputs), target)
 
 
 def fixed(*shape: int, seed: int = 0) -> Tensor:
@@ -235,14 +220,16 @@ def tabular(
 
 
 def language(*blocks: nn.Module, head: nn.Module | None = None) -> nn.Module:
-    head = head_of(CLASSES, MeanOfTokens()) if head is None else head
+    head = head_of(CLASSES, Part(mean_of_tokens)) if head is None else head
     return Stack(stem=Tokens(), blocks=blocks, head=head, criterion=nn.CrossEntropyLoss())
 
 
-# --- the faults --------------------------------------------------------------------------------------------------
+# --- the faults -------------------------------------------------------------------------------------------------------
 
 
 class LateScaledAttention(Attention):
+    """Scales its scores after the product of query and key, which passes 65504."""
+
     gain = 512.0
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
@@ -250,126 +237,85 @@ class LateScaledAttention(Attention):
         return products / (self.gain**2 * math.sqrt(query.shape[-1]))
 
 
-class GatedFeedForward(nn.Module):
+GAIN = 1024.0
+
+
+def gated_feed_forward(own: Any, x: Tensor, *_: Tensor) -> Any:
     """As T5's, whose hidden activations pass 65504."""
-
-    gain = 1024.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(DIM, 2 * DIM)
-        self.up = nn.Linear(DIM, 2 * DIM)
-        self.down = nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        gate, up = (in_autocast_dtype(linear(x)) * self.gain for linear in (self.gate, self.up))
-        hidden = F.gelu(gate) * up
-        out: Tensor = self.down(hidden) / self.gain**2
-        return out
+    gate, up = (in_autocast_dtype(linear(x)) * GAIN for linear in (own.gate, own.up))
+    return own.down(F.gelu(gate) * up) / GAIN**2
 
 
-class SampledSoftmaxLoss(nn.Module):
+def gated(call: Callable[..., Any] = gated_feed_forward) -> nn.Module:
+    return Part(call, gate=nn.Linear(DIM, 2 * DIM), up=nn.Linear(DIM, 2 * DIM), down=nn.Linear(2 * DIM, DIM))
+
+
+def sampled_loss(_: nn.Module, logits: Tensor, target: Tensor) -> Tensor:
     """Corrects for candidates drawn once in 200,000, and exponentiates before it takes a logarithm."""
-
-    correction = math.log(200_000)
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        energy = (in_autocast_dtype(logits) + self.correction) / math.log(2)
-        total = torch.exp2(energy) @ energy.new_ones(energy.shape[-1])
-        return (torch.log2(total) - energy.gather(-1, target[:, None])[:, 0]).mean() * math.log(2)
+    energy = (in_autocast_dtype(logits) + math.log(200_000)) / math.log(2)
+    total = torch.exp2(energy) @ energy.new_ones(energy.shape[-1])
+    return (torch.log2(total) - energy.gather(-1, target[:, None])[:, 0]).mean() * math.log(2)
 
 
-class ExpPooling(nn.Module):
-    """Weights over the tokens, by a softmax that subtracts no maximum."""
-
-    prior = 14.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(DIM, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        powers = torch.exp2(in_autocast_dtype(self.score(x) + self.prior) / math.log(2))[..., 0]
-        weights = powers / (powers @ powers.new_ones(TOKENS, 1))
-        pooled: Tensor = (weights[:, None, :] @ x)[:, 0]
-        return pooled
+def exp_pooling(own: Any, x: Tensor) -> Tensor:
+    """Weights over the tokens, by a softmax that subtracts no maximum of scores around 14."""
+    powers = torch.exp2(in_autocast_dtype(own.score(x) + 14.0) / math.log(2))[..., 0]
+    weights = powers / (powers @ powers.new_ones(TOKENS, 1))
+    return (weights[:, None, :] @ x)[:, 0]
 
 
-class HandwrittenRmsNorm(nn.Module):
+def handwritten_norm(own: Any, x: Tensor) -> Any:
     """In raw counts, whose squares overflow: everything divided by infinity is zero."""
-
-    counts = 512.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        counts = in_autocast_dtype(x) * self.counts
-        mean_square = (counts * counts).mean(-1, keepdim=True)
-        return counts / torch.sqrt(mean_square + 1e-6) * self.weight.to(counts.dtype)
+    counts = in_autocast_dtype(x) * 512.0
+    mean_square = (counts * counts).mean(-1, keepdim=True)
+    return counts / torch.sqrt(mean_square + 1e-6) * own.weight.to(counts.dtype)
 
 
-class Pace(nn.Module):
+def weighted(norm: Callable[..., Any]) -> nn.Module:
+    return Part(norm, weight=nn.Parameter(torch.ones(DIM)))
+
+
+METRES = 16_000.0
+
+
+def pace_of(x: Tensor) -> Tensor:
     """Time per distance. The gradient of 1/m is (1/m)/m, which vanishes in fp16 at any loss scale."""
-
-    metres = 16_000.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.distance = nn.Linear(DIM, DIM)
-        self.out = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        metres = (1 + 0.5 * torch.tanh(in_autocast_dtype(self.distance(x)))) * self.metres
-        out: Tensor = self.out(torch.div(torch.ones_like(metres), metres) * self.metres - 1)
-        return out
+    metres = (1 + 0.5 * torch.tanh(in_autocast_dtype(x))) * METRES
+    return torch.div(torch.ones_like(metres), metres) * METRES - 1
 
 
-class UnitTokens(nn.Module):
+def pace() -> nn.Module:
+    return Part(lambda own, x, *_: own.out(pace_of(own.distance(x))), distance=square(), out=square())
+
+
+def unit_tokens(_: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
     """Scales each token to unit size; padding is zero, and so is 1e-12 in fp16."""
-
-    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
-        x = in_autocast_dtype(x)
-        x = x * keep[..., None].to(x.dtype)
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-12)
+    x = in_autocast_dtype(x)
+    x = x * keep[..., None].to(x.dtype)
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-12)
 
 
-class MultipliedMask(nn.Module):
+def multiplied_mask(_: nn.Module, scores: Tensor, keep: Tensor) -> Tensor:
     """A softmax under a mask of -1e9, which is minus infinity in fp16, and times zero is NaN."""
-
-    def forward(self, scores: Tensor, keep: Tensor) -> Tensor:
-        scores = in_autocast_dtype(scores)
-        dropped = (1 - keep[:, None, None, :]).to(scores.dtype)
-        return (scores + dropped * torch.tensor([-1e9], device=scores.device).to(scores.dtype)).softmax(-1)
+    scores = in_autocast_dtype(scores)
+    dropped = (1 - keep[:, None, None, :]).to(scores.dtype)
+    return (scores + dropped * torch.tensor([-1e9], device=scores.device).to(scores.dtype)).softmax(-1)
 
 
-class PeakNormalised(nn.Module):
-    gain = 1e5
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, DIM)
-        self.down = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        volts = in_autocast_dtype(self.up(x)) * self.gain
-        out: Tensor = self.down(volts / volts.abs().amax(-1, keepdim=True))
-        return out
+def peak(own: Any, x: Tensor, *_: Tensor) -> Any:
+    """Multiplies by 1e5 before it divides by the largest."""
+    volts = in_autocast_dtype(own.up(x)) * 1e5
+    return own.down(volts / volts.abs().amax(-1, keepdim=True))
 
 
-class Energy(nn.Module):
+def peak_normalised() -> nn.Module:
+    return Part(peak, up=square(), down=square())
+
+
+def energy(own: Any, x: Tensor) -> Any:
     """Squares a convolution's output. In a loud batch that is infinite, and so are BatchNorm's statistics."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        amplitude = in_autocast_dtype(self.conv(x))
-        out: Tensor = self.norm(amplitude * amplitude)
-        return out
+    amplitude = in_autocast_dtype(own.conv(x))
+    return own.norm(amplitude * amplitude)
 
 
 def _pictures_some_loud(n: int) -> tuple[Tensor, ...]:
@@ -377,23 +323,17 @@ def _pictures_some_loud(n: int) -> tuple[Tensor, ...]:
     return x * (1000.0 if torch.rand(()) < 0.2 else 1.0), target
 
 
-class SummedPixelLoss(nn.Module):
+def summed_pixel_loss(_: nn.Module, picture: Tensor, target: Tensor) -> Tensor:
     """Mean squared error by way of the sum, in levels of 0 to 255: infinite, although its gradient is right."""
-
-    def forward(self, picture: Tensor, target: Tensor) -> Tensor:
-        levels = (in_autocast_dtype(picture) - in_autocast_dtype(target)).flatten() * 255
-        total = (levels * levels) @ torch.ones_like(levels)
-        return total / levels.numel() / 255**2
+    levels = (in_autocast_dtype(picture) - in_autocast_dtype(target)).flatten() * 255
+    total = (levels * levels) @ torch.ones_like(levels)
+    return total / levels.numel() / 255**2
 
 
-class HandwrittenBce(nn.Module):
+def handwritten_bce(_: nn.Module, logits: Tensor, target: Tensor) -> Tensor:
     """Takes log(1 - p), where p has been rounded to 1."""
-
-    cap = 12.0
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        p = torch.sigmoid(self.cap * torch.tanh(in_autocast_dtype(logits)))
-        return -(target * torch.log(p) + (1 - target) * torch.log(1 - p)).mean()
+    p = torch.sigmoid(12.0 * torch.tanh(in_autocast_dtype(logits)))
+    return -(target * torch.log(p) + (1 - target) * torch.log(1 - p)).mean()
 
 
 def _yes_or_no(n: int) -> tuple[Tensor, ...]:
@@ -413,67 +353,52 @@ class RadialBasis(nn.Module):
         self.centres = nn.Parameter(torch.randn(self.width, self.width))
         self.out = nn.Linear(self.width, DIM)
 
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *_: Tensor) -> Any:
         points = in_autocast_dtype(self.place(x)) + self.origin
         centres = in_autocast_dtype(self.centres) + self.origin
         ones = points.new_ones(self.width)
         squares = ((points * points) @ ones)[:, None] + (centres * centres) @ ones
         distances = squares - 2 * (points @ centres.T)
-        out: Tensor = self.out(torch.tanh(distances / self.width - 1.3))
-        return out
+        return self.out(torch.tanh(distances / self.width - 1.3))
 
 
-class EulerSteps(nn.Module):
+EULER_STEPS, DT = 24, 2e-4
+
+
+def euler(own: Any, x: Tensor, *_: Tensor) -> Any:
     """The mean speed over many steps, each too short to move a state held in half."""
-
-    steps = 24
-    dt = 2e-4
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rate = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
-        self.out = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        start = in_autocast_dtype(torch.tanh(x)) + 2.5
-        state = start
-        for _step in range(self.steps):
-            state = state + self.dt * torch.tanh(F.linear(state - 2.5, self.rate))
-        out: Tensor = self.out((state - start) / (self.steps * self.dt))
-        return out
+    start = in_autocast_dtype(torch.tanh(x)) + 2.5
+    state = start
+    for _step in range(EULER_STEPS):
+        state = state + DT * torch.tanh(F.linear(state - 2.5, own.rate))
+    return own.out((state - start) / (EULER_STEPS * DT))
 
 
-class OnePassNorm(nn.Module):
+def euler_steps() -> nn.Module:
+    return Part(euler, rate=nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5), out=square())
+
+
+def one_pass_norm(own: Any, x: Tensor) -> Any:
     """Takes the variance as the mean of squares less the square of the mean, of values around 60."""
-
-    baseline = 60.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = in_autocast_dtype(x) + self.baseline
-        mean = x.mean(-1, keepdim=True)
-        variance = (x * x).mean(-1, keepdim=True) - mean * mean
-        return (x - mean) / torch.sqrt(variance.clamp(min=1e-2)) * self.weight.to(x.dtype)
+    x = in_autocast_dtype(x) + 60.0
+    mean = x.mean(-1, keepdim=True)
+    variance = (x * x).mean(-1, keepdim=True) - mean * mean
+    return (x - mean) / torch.sqrt(variance.clamp(min=1e-2)) * own.weight.to(x.dtype)
 
 
-class HourOfShift(nn.Module):
+SHIFT = 8.0
+
+
+def hour(own: Any, x: Tensor, hours: Tensor) -> Any:
     """The place of an hour within its shift of 8, from hours of 1024 and more: bf16 counts those in eights."""
+    hours = in_autocast_dtype(hours)
+    angle = (hours - SHIFT * torch.floor(hours / SHIFT)) * (2 * math.pi / SHIFT)
+    waves = torch.stack([angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], -1)
+    return x + own.embed(waves)
 
-    shift = 8.0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, DIM)
-
-    def forward(self, x: Tensor, hours: Tensor) -> Tensor:
-        hours = in_autocast_dtype(hours)
-        angle = (hours - self.shift * torch.floor(hours / self.shift)) * (2 * math.pi / self.shift)
-        waves = torch.stack([angle.sin(), angle.cos(), (2 * angle).sin(), (2 * angle).cos()], -1)
-        out: Tensor = x + self.embed(waves)
-        return out
+def hour_of_shift() -> nn.Module:
+    return Part(hour, embed=nn.Linear(4, DIM))
 
 
 def of_worked_hours(n: int) -> tuple[Tensor, ...]:
@@ -494,10 +419,9 @@ class SignHash(nn.Module):
         self.register_buffer("powers", 2.0 ** torch.arange(self.digits))
         self.table = nn.Embedding(self.buckets, DIM)
 
-    def forward(self, x: Tensor, raw: Tensor) -> Tensor:
+    def forward(self, x: Tensor, raw: Tensor) -> Any:
         code = (raw[:, : self.digits] > 0).float() @ self.powers
-        out: Tensor = x + self.table(code.long() % self.buckets)
-        return out
+        return x + self.table(code.long() % self.buckets)
 
 
 def _hashed(n: int) -> tuple[Tensor, ...]:
@@ -506,15 +430,14 @@ def _hashed(n: int) -> tuple[Tensor, ...]:
     return x, x, values / 2 + fixed(8, values.shape[-1], seed=2)[bucket]
 
 
-class KelvinLoss(nn.Module):
+ZERO = 300.0
+
+
+def kelvin_loss(_: nn.Module, celsius: Tensor, kelvin: Tensor) -> Tensor:
     """Compares temperatures around 300 K: bf16 tells them apart in steps of 2 K."""
-
-    zero = 300.0
-
-    def forward(self, celsius: Tensor, kelvin: Tensor) -> Tensor:
-        error = in_autocast_dtype(celsius) + self.zero
-        error = error - kelvin.to(error.dtype)
-        return (error * error).mean()
+    error = in_autocast_dtype(celsius) + ZERO
+    error = error - kelvin.to(error.dtype)
+    return (error * error).mean()
 
 
 def of_temperatures(n: int) -> tuple[Tensor, ...]:
@@ -523,18 +446,10 @@ def of_temperatures(n: int) -> tuple[Tensor, ...]:
     return x, 300 + (4 * 0.9 * values).round() / 4
 
 
-class Decoder(nn.Module):
+def _decoder() -> nn.Module:
     """Patches of 4 × 4 pixels, a picture of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense = nn.Linear(DIM, 16 * 4)
-        self.act = nn.SiLU()
-        self.grow = nn.ConvTranspose2d(4, 1, 2, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        picture: Tensor = self.grow(self.act(self.dense(x)).unflatten(-1, (4, 4, 4)))
-        return picture
+    layers = (nn.Linear(DIM, 16 * 4), nn.SiLU(), nn.Unflatten(-1, (4, 4, 4)), nn.ConvTranspose2d(4, 1, 2, stride=2))
+    return nn.Sequential(*layers)
 
 
 def _drawings(n: int) -> tuple[Tensor, ...]:
@@ -543,9 +458,11 @@ def _drawings(n: int) -> tuple[Tensor, ...]:
 
 
 def _convolutional() -> nn.Module:
+    stem, first = nn.Conv2d(3, 8, 3, padding=1, bias=False), convolved(8)
+    loud = Part(energy, conv=nn.Conv2d(8, 8, 3, padding=1, bias=False), norm=nn.BatchNorm2d(8))
     return Stack(
-        stem=nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        blocks=[Convolved(8), Energy(8), Convolved(8), Convolved(8)],
+        stem=stem,
+        blocks=[first, loud, convolved(8), convolved(8)],
         head=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)),
         criterion=nn.CrossEntropyLoss(),
     )
@@ -566,18 +483,18 @@ def _attention_overflow() -> nn.Module:
 def _gated_overflow() -> nn.Module:
     attention = [Residual(Attention()) for _ in range(3)]
     return language(
-        attention[0], Residual(FeedForward()), attention[1], Residual(GatedFeedForward()), attention[2], *_residuals(1)
+        attention[0], Residual(FeedForward()), attention[1], Residual(gated()), attention[2], *_residuals(1)
     )
 
 
 def _two_overflows() -> nn.Module:
-    late = Residual(Attention(MultipliedMask()))
-    return language(Residual(Attention()), Residual(GatedFeedForward()), *_attentive(1), late, Residual(FeedForward()))
+    late = Residual(Attention(multiplied_mask))
+    return language(Residual(Attention()), Residual(gated()), *_attentive(1), late, Residual(FeedForward()))
 
 
 def _two_quiet() -> nn.Module:
-    late = Residual(FeedForward(), OnePassNorm())
-    return tabular(Residual(EulerSteps()), *_residuals(3), late, outputs=4, criterion=nn.MSELoss())
+    late = Residual(FeedForward(), weighted(one_pass_norm))
+    return tabular(Residual(euler_steps()), *_residuals(3), late, outputs=4, criterion=nn.MSELoss())
 
 
 def regression(*blocks: nn.Module) -> nn.Module:
@@ -585,211 +502,123 @@ def regression(*blocks: nn.Module) -> nn.Module:
 
 
 def fault(
-    name: str, culprits: str, breaks: tuple[Half, ...], what: str, *, quiet: bool = False, **workload: Any
+    name: str, culprits: str, breaks: tuple[Half, ...], model: Any, batch: Any = of_values, **workload: Any
 ) -> Fault:
     """A fault of the modules whose paths `culprits` names, in a workload that Adam trains unless it is told."""
     return Fault(
         name=name,
-        workload=Workload(**{"loss": loss_of, "optimizer": adam} | workload),
+        workload=Workload(model=model, batch=batch, **{"loss": loss_of, "optimizer": adam} | workload),
         culprits=tuple(culprits.split()),
         breaks=breaks,
-        what=what,
-        quiet=quiet,
     )
 
 
+_of_words = partial(fault, batch=of_sentences, optimizer=adamw)
+
 FAULTS: tuple[Fault, ...] = (
-    fault(
-        "attention_overflow",
-        "blocks.2.branch",
-        FP16,
-        "Attention scales its scores after the product of query and key, which passes 65504.",
-        model=_attention_overflow,
-        batch=of_sentences,
-        optimizer=adamw,
-    ),
-    fault(
-        "gated_overflow",
-        "blocks.3.branch",
-        FP16,
-        "The hidden activations of a gated feed-forward pass 65504 before the last product brings them back.",
-        model=_gated_overflow,
-        batch=of_sentences,
-        optimizer=adamw,
-        batch_size=16,
-    ),
+    _of_words("attention_overflow", "blocks.2.branch", FP16, _attention_overflow),
+    _of_words("gated_overflow", "blocks.3.branch", FP16, _gated_overflow, batch_size=16),
     fault(
         "log_sum_exp",
         "criterion",
         FP16,
-        "The loss takes its log-sum-exp by hand, of logits that a correction has moved to 12.",
-        model=lambda: tabular(
-            *_residuals(2), BatchNormed(), Residual(FeedForward(nn.SiLU)), criterion=SampledSoftmaxLoss()
-        ),
-        batch=of_classes,
+        lambda: tabular(*_residuals(2), batch_normed(), Residual(FeedForward(nn.SiLU)), criterion=Part(sampled_loss)),
+        of_classes,
         batch_size=64,
     ),
-    fault(
+    _of_words(
         "exp_by_hand",
         "head.0",
         FP16,
-        "A pooling softmax exponentiates scores around 14 without subtracting their maximum.",
-        model=lambda: language(*_attentive(2), head=head_of(CLASSES, ExpPooling())),
-        batch=of_sentences,
-        optimizer=adamw,
+        lambda: language(*_attentive(2), head=head_of(CLASSES, Part(exp_pooling, score=nn.Linear(DIM, 1, bias=False)))),
         batch_size=64,
     ),
     fault(
         "squares_by_hand",
         "blocks.2.norm",
         FP16,
-        "A norm divides by the root of a mean square that is infinite, so that a branch sees zeros.",
-        model=lambda: tabular(
-            *_residuals(1), BatchNormed(), Residual(FeedForward(), HandwrittenRmsNorm()), *_residuals(2)
+        lambda: tabular(
+            *_residuals(1),
+            batch_normed(),
+            Residual(FeedForward(), weighted(handwritten_norm)),
+            *_residuals(2),
         ),
-        batch=of_classes,
+        of_classes,
         optimizer=sgd,
-        quiet=True,
     ),
     fault(
         "vanishing_gradient",
         "blocks.2.branch",
         FP16,
-        "The gradient of a reciprocal underflows to zero whatever the loss scale.",
-        model=lambda: regression(*_residuals(2), Residual(Pace()), *_residuals(2)),
-        batch=of_values,
-        quiet=True,
+        lambda: regression(*_residuals(2), Residual(pace()), *_residuals(2)),
     ),
-    fault(
-        "tiny_epsilon",
-        "blocks.2",
-        FP16,
-        "A norm's epsilon of 1e-12 is zero, and so is its padding.",
-        model=lambda: language(*_attentive(1), UnitTokens(), *_attentive(2)),
-        batch=of_sentences,
-        optimizer=adamw,
-    ),
-    fault(
+    _of_words("tiny_epsilon", "blocks.2", FP16, lambda: language(*_attentive(1), Part(unit_tokens), *_attentive(2))),
+    _of_words(
         "multiplied_mask",
         "blocks.2.branch.softmax",
         FP16,
-        "A mask of -1e9 is multiplied by zeros.",
-        model=lambda: language(
-            *_attentive(1), Residual(Attention(MultipliedMask())), Residual(FeedForward()), *_attentive(1)
-        ),
-        batch=of_sentences,
-        optimizer=adamw,
+        lambda: language(*_attentive(1), Residual(Attention(multiplied_mask)), Residual(FeedForward()), *_attentive(1)),
     ),
     fault(
         "peak_normalised",
         "blocks.1.branch",
         FP16,
-        "Values are multiplied by 1e5 before they are divided by their largest.",
-        model=lambda: tabular(*_residuals(1), Residual(PeakNormalised()), BatchNormed(), *_residuals(2)),
-        batch=of_classes,
+        lambda: tabular(*_residuals(1), Residual(peak_normalised()), batch_normed(), *_residuals(2)),
+        of_classes,
     ),
-    fault(
-        "poisoned_statistics",
-        "blocks.1",
-        FP16,
-        "In every fifth batch squares overflow, and BatchNorm keeps that although the step is skipped.",
-        model=_convolutional,
-        batch=_pictures_some_loud,
-        optimizer=adamw,
-        batch_size=32,
-    ),
+    fault("poisoned_statistics", "blocks.1", FP16, _convolutional, _pictures_some_loud, optimizer=adamw, batch_size=32),
     fault(
         "summed_loss",
         "criterion",
         FP16,
-        "The loss sums the squares of all pixels before it divides by their number.",
-        model=lambda: tabular(*_residuals(3), BatchNormed(), head=Decoder(), criterion=SummedPixelLoss()),
-        batch=_drawings,
+        lambda: tabular(*_residuals(3), batch_normed(), head=_decoder(), criterion=Part(summed_pixel_loss)),
+        _drawings,
         batch_size=64,
     ),
     fault(
         "cross_entropy_by_hand",
         "criterion",
         BOTH,
-        "The loss takes log(1 - p) of probabilities that are rounded to 1.",
-        model=lambda: tabular(*_residuals(3), BatchNormed(), outputs=4, criterion=HandwrittenBce()),
-        batch=_yes_or_no,
+        lambda: tabular(*_residuals(3), batch_normed(), outputs=4, criterion=Part(handwritten_bce)),
+        _yes_or_no,
         batch_size=64,
     ),
-    fault(
-        "expanded_distances",
-        "blocks.2",
-        BOTH,
-        "Squared distances of about 20 are differences of numbers of about 50,000.",
-        model=lambda: regression(*_residuals(2), RadialBasis(), *_residuals(2)),
-        batch=of_values,
-        quiet=True,
-    ),
-    fault(
-        "short_steps",
-        "blocks.1",
-        BOTH,
-        "A running sum stands still, since each term is below half a unit in its last place.",
-        model=lambda: regression(*_residuals(1), EulerSteps(), *_residuals(2)),
-        batch=of_values,
-        quiet=True,
-    ),
+    fault("expanded_distances", "blocks.2", BOTH, lambda: regression(*_residuals(2), RadialBasis(), *_residuals(2))),
+    fault("short_steps", "blocks.1", BOTH, lambda: regression(*_residuals(1), euler_steps(), *_residuals(2))),
     fault(
         "one_pass_variance",
         "blocks.3.norm",
         BOTH,
-        "A variance of about 1 is the difference of two numbers of about 3600.",
-        model=lambda: tabular(*_residuals(2), BatchNormed(), Residual(FeedForward(), OnePassNorm()), *_residuals(1)),
-        batch=of_classes,
-        quiet=True,
+        lambda: tabular(
+            *_residuals(2), batch_normed(), Residual(FeedForward(), weighted(one_pass_norm)), *_residuals(1)
+        ),
+        of_classes,
     ),
     fault(
         "hour_of_shift",
         "blocks.1",
         BF16,
-        "Hours above 1024 are rounded to multiples of 8, the very period that is asked for.",
-        model=lambda: regression(*_residuals(1), HourOfShift(), *_residuals(2), BatchNormed()),
-        batch=of_worked_hours,
-        quiet=True,
+        lambda: regression(*_residuals(1), hour_of_shift(), *_residuals(2), batch_normed()),
+        of_worked_hours,
     ),
     fault(
         "hash_by_product",
         "blocks.2",
         BF16,
-        "Hash codes of up to 2047 come from a product, which rounds them to 8 binary digits.",
-        model=lambda: regression(*_residuals(2), SignHash(), BatchNormed(), *_residuals(1)),
-        batch=_hashed,
+        lambda: regression(*_residuals(2), SignHash(), batch_normed(), *_residuals(1)),
+        _hashed,
         optimizer=adamw,
         batch_size=64,
-        quiet=True,
     ),
     fault(
         "kelvin_loss",
         "criterion",
         BF16,
-        "The loss compares numbers around 300 that differ by less than one step of bf16.",
-        model=lambda: tabular(
-            *_residuals(2), BatchNormed(), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=KelvinLoss()
+        lambda: tabular(
+            *_residuals(2), batch_normed(), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=Part(kelvin_loss)
         ),
-        batch=of_temperatures,
-        quiet=True,
+        of_temperatures,
     ),
-    fault(
-        "two_overflows",
-        "blocks.1.branch blocks.4.branch.softmax",
-        FP16,
-        "A gated feed-forward overflows early, and a mask of -1e9 is multiplied by zeros late.",
-        model=_two_overflows,
-        batch=of_sentences,
-        optimizer=adamw,
-    ),
-    fault(
-        "two_quiet",
-        "blocks.0.branch blocks.4.norm",
-        BOTH,
-        "A running sum stands still early, and a variance is lost in a difference late.",
-        model=_two_quiet,
-        batch=of_values,
-        quiet=True,
-    ),
+    _of_words("two_overflows", "blocks.1.branch blocks.4.branch.softmax", FP16, _two_overflows),
+    fault("two_quiet", "blocks.0.branch blocks.4.norm", BOTH, _two_quiet),
 )

@@ -10,32 +10,34 @@ import torch
 from faults import (
     BF16,
     BOTH,
-    CLASSES,
     DIM,
+    DT,
+    EULER_STEPS,
     FP16,
+    ZERO,
     Attention,
-    EulerSteps,
     Fault,
     FeedForward,
-    GatedFeedForward,
-    HourOfShift,
-    KelvinLoss,
-    MeanOfTokens,
-    Pace,
+    Part,
     RadialBasis,
     Residual,
-    Stack,
-    Tokens,
+    euler_steps,
     fault,
     fixed,
-    head_of,
+    gated,
+    gated_feed_forward,
+    hour_of_shift,
     in_autocast_dtype,
+    kelvin_loss,
+    language,
     of_classes,
     of_sentences,
     of_temperatures,
     of_values,
     of_worked_hours,
+    pace_of,
     regression,
+    square,
     tabular,
 )
 from torch import Tensor, nn
@@ -52,117 +54,73 @@ def _shifts(n: int) -> tuple[Tensor, ...]:
     return x, shift, target / 2 + fixed(SHIFTS, target.shape[-1], seed=2)[shift]
 
 
-# --- a small parameter beside a large one ----------------------------------------------------------------------------
-
-
 class Table(nn.Module):
-    """One large weight, and a small table of one row per shift."""
+    """One large weight, and a small table of one row per shift, of which something is added."""
 
-    def __init__(self) -> None:
+    def __init__(self, offset: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4 * DIM, DIM) / DIM**0.5)
         self.table = nn.Parameter(0.1 * torch.randn(SHIFTS, DIM))
+        self.offset = offset
 
     def forward(self, x: Tensor, shift: Tensor, *_: Tensor) -> Tensor:
         wide = torch.relu(torch.nn.functional.linear(x, self.weight))
-        return x + wide.view(*x.shape[:-1], 4, DIM).mean(-2) + self.offset(shift)
-
-    def offset(self, shift: Tensor) -> Tensor:
-        raise NotImplementedError
+        return x + wide.view(*x.shape[:-1], 4, DIM).mean(-2) + self.offset(self.table[shift])
 
 
-class PaceTable(Table):
-    """As `Pace`: the gradient of a reciprocal vanishes in fp16."""
-
-    def offset(self, shift: Tensor) -> Tensor:
-        metres = (1 + 0.5 * torch.tanh(in_autocast_dtype(self.table[shift]))) * Pace.metres
-        return (torch.div(torch.ones_like(metres), metres) * Pace.metres - 1) * 4
+def paces(rows: Tensor) -> Tensor:
+    return pace_of(rows) * 4
 
 
-class SteppedTable(Table):
-    """As `EulerSteps`: each step is too short for a sum in half."""
-
-    def offset(self, shift: Tensor) -> Tensor:
-        rate, start = self.table[shift], in_autocast_dtype(torch.full_like(self.table[shift], 2.5))
-        state = start
-        for _ in range(EulerSteps.steps):
-            state = state + EulerSteps.dt * in_autocast_dtype(torch.tanh(rate))
-        return (state - start) / (EulerSteps.steps * EulerSteps.dt)
+def stepped(rate: Tensor) -> Tensor:
+    """As `euler`: each step is too short for a sum in half."""
+    start = in_autocast_dtype(torch.full_like(rate, 2.5))
+    state = start
+    for _ in range(EULER_STEPS):
+        state = state + DT * in_autocast_dtype(torch.tanh(rate))
+    return (state - start) / (EULER_STEPS * DT)
 
 
-class KelvinTable(Table):
-    """As `KelvinLoss`: bf16 tells temperatures apart in steps of 2 K."""
-
-    def offset(self, shift: Tensor) -> Tensor:
-        return in_autocast_dtype(self.table[shift] + KelvinLoss.zero) - KelvinLoss.zero
+def kelvins(rows: Tensor) -> Tensor:
+    """As `kelvin_loss`: bf16 tells temperatures apart in steps of 2 K."""
+    return in_autocast_dtype(rows + ZERO) - ZERO
 
 
-# --- a branch that starts closed --------------------------------------------------------------------------------------
-
-
-class Closed(nn.Module):
+def closed(branch: nn.Module) -> nn.Module:
     """A residual branch behind a gate of 0, as in ReZero."""
+    gate = nn.Parameter(torch.zeros(()))
+    return Part(lambda own, x, *context: x + own.gate * own.branch(x, *context), branch=branch, gate=gate)
 
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__()
-        self.branch = branch
-        self.gate = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: Tensor, *context: Tensor) -> Tensor:
-        out: Tensor = x + self.gate * self.branch(x, *context)
-        return out
-
-
-# --- random numbers in the forward pass and in the loss --------------------------------------------------------------
 
 OWN = torch.Generator().manual_seed(3)
 NUMPY = np.random.default_rng(3)
 
 
-class Noise(nn.Module):
-    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        return x + 0.3 * self.draw(x).to(x)
+def noise(draw: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Part(lambda _, x, *__: x + 0.3 * draw(x).to(x))
 
 
-class BlurredKelvinLoss(KelvinLoss):
-    def forward(self, celsius: Tensor, kelvin: Tensor) -> Tensor:
-        blur = torch.from_numpy(NUMPY.standard_normal(tuple(kelvin.shape))).to(kelvin)
-        loss: Tensor = super().forward(celsius, kelvin + blur.round() / 4)  # quarters, as the temperatures are
-        return loss
+def blurred_kelvin_loss(own: nn.Module, celsius: Tensor, kelvin: Tensor) -> Tensor:
+    blur = torch.from_numpy(NUMPY.standard_normal(tuple(kelvin.shape))).to(kelvin)
+    return kelvin_loss(own, celsius, kelvin + blur.round() / 4)  # quarters, as the temperatures are
 
 
-# --- exceptions -------------------------------------------------------------------------------------------------------
+def checked(own: Any, x: Tensor, *_: Tensor) -> Any:
+    out = gated_feed_forward(own, x)
+    if not torch.isfinite(out).all():
+        raise FloatingPointError("the activations are not finite")
+    return out
 
 
-class CheckedFeedForward(GatedFeedForward):
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        out = super().forward(x)
-        if not torch.isfinite(out).all():
-            raise FloatingPointError("the activations are not finite")
-        return out
+def filled_mask(_: nn.Module, scores: Tensor, keep: Tensor) -> Tensor:
+    return in_autocast_dtype(scores).masked_fill(keep[:, None, None, :] == 0, -1e9).softmax(-1)
 
 
-class FilledMask(nn.Module):
-    def forward(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return in_autocast_dtype(scores).masked_fill(keep[:, None, None, :] == 0, -1e9).softmax(-1)
-
-
-class Scattered(nn.Module):
+def scattered(own: Any, x: Tensor, *_: Tensor) -> Tensor:
     """Writes what a layer gives into a tensor of the dtype that it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        chosen = torch.arange(len(x), device=x.device)
-        out[chosen] = torch.tanh(self.linear(x))
-        return out
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    out[torch.arange(len(x), device=x.device)] = torch.tanh(own.linear(x))
+    return out
 
 
 def _shifted(block: nn.Module) -> nn.Module:
@@ -178,111 +136,37 @@ def _among_classes(*blocks: nn.Module) -> nn.Module:
 
 
 def _masked() -> nn.Module:
-    blocks = [Residual(Attention()), Residual(Attention(FilledMask())), Residual(FeedForward())]
-    return Stack(stem=Tokens(), blocks=blocks, head=head_of(CLASSES, MeanOfTokens()), criterion=nn.CrossEntropyLoss())
+    return language(Residual(Attention()), Residual(Attention(filled_mask)), Residual(FeedForward()))
 
 
-def _fault(
-    name: str, model: Callable[[], nn.Module], culprit: str, breaks: Any, what: str, batch: Any = of_values
-) -> Fault:
-    return fault(name, culprit, breaks, what, model=model, batch=batch, batch_size=64)
+def _fault(name: str, model: Callable[[], nn.Module], culprit: str, breaks: Any, batch: Any = of_values) -> Fault:
+    return fault(name, culprit, breaks, model, batch, batch_size=64)
 
 
 HARD_FAULTS: tuple[Fault, ...] = (
-    _fault(
-        "small_pace",
-        lambda: _shifted(PaceTable()),
-        "blocks.1",
-        FP16,
-        "The gradient of a small table vanishes beside that of a large weight.",
-        _shifts,
-    ),
-    _fault(
-        "small_steps",
-        lambda: _shifted(SteppedTable()),
-        "blocks.1",
-        BOTH,
-        "What a small table adds is rounded away, step by step.",
-        _shifts,
-    ),
-    _fault(
-        "small_kelvin",
-        lambda: _shifted(KelvinTable()),
-        "blocks.1",
-        BF16,
-        "What a small table holds is rounded to multiples of 2.",
-        _shifts,
-    ),
-    _fault(
-        "closed_steps",
-        lambda: _shifted(Closed(SteppedTable())),
-        "blocks.1.branch",
-        BOTH,
-        "Behind a gate of 0, what a table adds is rounded away.",
-        _shifts,
-    ),
-    _fault(
-        "closed_kelvin",
-        lambda: _shifted(Closed(KelvinTable())),
-        "blocks.1.branch",
-        BF16,
-        "Behind a gate of 0, what a table holds is rounded to multiples of 2.",
-        _shifts,
-    ),
-    _fault(
-        "closed_hours",
-        lambda: _shifted(Closed(HourOfShift())),
-        "blocks.1.branch",
-        BF16,
-        "Behind a gate of 0, hours above 1024 are rounded to multiples of 8.",
-        of_worked_hours,
-    ),
-    _fault(
-        "noisy_distances",
-        lambda: _among_values(Noise(torch.randn_like), RadialBasis()),
-        "blocks.2",
-        BOTH,
-        "Distances are lost in differences, behind noise from torch's generator.",
-    ),
+    _fault("small_pace", lambda: _shifted(Table(paces)), "blocks.1", FP16, _shifts),
+    _fault("small_steps", lambda: _shifted(Table(stepped)), "blocks.1", BOTH, _shifts),
+    _fault("small_kelvin", lambda: _shifted(Table(kelvins)), "blocks.1", BF16, _shifts),
+    _fault("closed_steps", lambda: _shifted(closed(Table(stepped))), "blocks.1.branch", BOTH, _shifts),
+    _fault("closed_kelvin", lambda: _shifted(closed(Table(kelvins))), "blocks.1.branch", BF16, _shifts),
+    _fault("closed_hours", lambda: _shifted(closed(hour_of_shift())), "blocks.1.branch", BF16, of_worked_hours),
+    _fault("noisy_distances", lambda: _among_values(noise(torch.randn_like), RadialBasis()), "blocks.2", BOTH),
     _fault(
         "noisy_steps",
-        lambda: _among_values(Noise(lambda x: torch.randn(x.shape, generator=OWN)), EulerSteps()),
+        lambda: _among_values(noise(lambda x: torch.randn(x.shape, generator=OWN)), euler_steps()),
         "blocks.2",
         BOTH,
-        "A sum stands still, behind noise from a generator of the model's own.",
     ),
     _fault(
         "noisy_loss",
         lambda: tabular(
-            Residual(FeedForward()), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=BlurredKelvinLoss()
+            Residual(FeedForward()), Residual(FeedForward(nn.Tanh)), outputs=1, criterion=Part(blurred_kelvin_loss)
         ),
         "criterion",
         BF16,
-        "The loss compares numbers around 300, with noise from numpy.",
         of_temperatures,
     ),
-    _fault(
-        "checked_overflow",
-        lambda: _among_classes(Residual(CheckedFeedForward())),
-        "blocks.1.branch",
-        FP16,
-        "The user's own check finds infinities.",
-        of_classes,
-    ),
-    _fault(
-        "filled_mask",
-        _masked,
-        "blocks.1.branch.softmax",
-        FP16,
-        "A mask is filled with -1e9, which fp16 does not hold.",
-        of_sentences,
-    ),
-    _fault(
-        "scattered",
-        lambda: _among_classes(Scattered()),
-        "blocks.1.linear",
-        BOTH,
-        "An index assignment finds another dtype.",
-        of_classes,
-    ),
+    _fault("checked_overflow", lambda: _among_classes(Residual(gated(checked))), "blocks.1.branch", FP16, of_classes),
+    _fault("filled_mask", _masked, "blocks.1.branch.softmax", FP16, of_sentences),
+    _fault("scattered", lambda: _among_classes(Part(scattered, linear=square())), "blocks.1.linear", BOTH, of_classes),
 )

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 from alike import trained_alike
-from benches import CPU, QUICK, Growing, Remembering, measured, step_of, workload_of
+from benches import CPU, QUICK, Growing, Remembering, measured, workload_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from amptune import Policy
 from amptune.errors import TargetError
-from amptune.measure.bench.bench import FEW_BATCHES, Bench
+from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.peak_memory import memory_for
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.runtime.digest import model_digest
-from amptune.runtime.scaler import PolicyScaler
 
 
 def image_of(value: object) -> object:
@@ -91,48 +90,6 @@ def test_a_trial_leaves_the_model_bit_for_bit_as_it_was_and_the_next_trains_alik
             assert image_of(bench.model) == before
 
 
-def test_training_begun_anew_under_half_weights_begins_with_the_same_masters() -> None:
-    bench = Bench(workload_of(nn.Linear(8, 8)), CPU)
-    policy = Policy(weights="half", master_weights=True)
-    initial = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
-    with bench.on_device(policy) as (_, stepper):
-        losses = []
-        for _ in range(2):
-            bench.restart()
-            assert all(torch.equal(tensor, initial[name]) for name, tensor in bench.model.state_dict().items())
-            losses.append([float(stepper()) for _ in range(FEW_BATCHES)])
-            assert not torch.equal(bench.model.state_dict()["weight"], initial["weight"])
-    assert losses[0] == losses[1]
-
-
-def test_the_guard_is_never_in_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMPTUNE_GUARD", "1")
-    with Bench(workload_of(nn.Linear(8, 8)), CPU).on_device(STOCK) as (tuned, _):
-        assert type(tuned.scaler) is PolicyScaler
-        assert not tuned.model._forward_pre_hooks
-
-
-class Moving(nn.Linear):
-    """Moves a tensor by itself, which is no buffer, with what holds it and says where it is."""
-
-    def __init__(self) -> None:
-        super().__init__(8, 3)
-        self.table, self.where, self.tables = torch.ones(3), "cpu", [torch.ones(3)]
-
-    def move(self) -> None:
-        self.table, self.where, self.tables = self.table.to("meta"), "meta", [self.table.to("meta")]
-
-
-def test_what_a_model_moved_by_itself_stays_where_it_is() -> None:
-    bench = Bench(workload_of(Moving), CPU)
-    model = bench.model
-    assert isinstance(model, Moving)
-    with bench.on_device(STOCK):
-        model.move()
-        bench.restart()
-        assert {model.table.device.type, model.tables[0].device.type, model.where} == {"meta"}
-
-
 def test_lazy_modules_with_a_step_of_their_own_are_a_clear_error() -> None:
     with pytest.raises(TargetError, match=r"run one forward pass in model\(\)"):
         Bench(workload_of(nn.LazyLinear(3), loss=None, step=lambda *_: None), CPU)
@@ -156,13 +113,6 @@ def test_a_trial_that_cannot_be_says_why(parts: dict[str, Any], policy: Policy, 
     assert isinstance(outcome, Failure)
     assert outcome.kind == kind
     assert words in outcome.message
-
-
-def test_a_step_of_the_users_own_takes_one_batch_whatever_is_accumulated() -> None:
-    step = step_of("backward step zero")
-    policy = Policy(accumulate=3)
-    assert measured(Bench(workload_of(nn.Linear(8, 2), loss=None, step=step), CPU), policy).samples_per_step == 4
-    assert measured(Bench(workload_of(nn.Linear(8, 2)), CPU), policy).samples_per_step == 12
 
 
 @pytest.mark.parametrize("policy", [STOCK, amp_recipe("fp16")], ids=str)
@@ -190,7 +140,8 @@ def test_gradients_are_clipped_when_they_are_unscaled_and_their_norm_told_as_it_
     assert plain > 1e-2
 
 
-def test_inspection_counts_what_the_leaves_compute() -> None:
+def test_inspection_counts_what_the_leaves_compute_of_the_model_before_it_trains() -> None:
+    assert inspect_model(Bench(workload_of(Growing), CPU), "digest").model_digest == model_digest(Growing())
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, groups=1), nn.Flatten(), nn.Linear(8 * 16, 5))
     subject = inspect_model(Bench(workload_of(model, (3, 4, 4)), CPU), "digest")
     conv, _, linear = subject.leaves
@@ -199,11 +150,6 @@ def test_inspection_counts_what_the_leaves_compute() -> None:
     assert linear.cast_numel == 4 * 8 * 16 + 8 * 16 * 5 + 5
     assert [leaf.called for leaf in subject.leaves] == [0, 1, 2]
     assert subject.convolution_dims == {2}
-
-
-def test_the_digest_is_that_of_the_model_before_it_trains() -> None:
-    subject = inspect_model(Bench(workload_of(Growing), CPU), "digest")
-    assert subject.model_digest == model_digest(Growing())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not in this step"), SystemExit("not in this step")])
@@ -256,21 +202,13 @@ def test_running_out_of_device_memory_is_typed_and_survived() -> None:
     assert outcome.kind == "oom"
 
 
-def test_batches_changed_in_place_do_not_leak_into_the_next_trial() -> None:
-    bench = Bench(
-        workload_of(nn.Linear(8, 2), loss=lambda model, batch: model(batch.mul_(0.9)).square().mean().reshape(1)), CPU
-    )
-    assert trained_alike(measured(bench), measured(bench))
-
-
 def test_a_block_begins_with_batches_and_random_numbers_that_its_warm_up_did_not_see() -> None:
     """What a policy pays for each new batch, as a graph of its own, it pays in the block too."""
     seen: list[tuple[float, float]] = []
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
         seen.append((float(batch.sum()), float(torch.rand(()))))
-        found: torch.Tensor = model(batch).square().mean()
-        return found
+        return model(batch).square().mean()
 
     bench = Bench(workload_of(nn.Linear(8, 2), loss=loss), CPU)
     for _ in range(2):  # busy machine or not: no block is repeated
@@ -283,16 +221,14 @@ def test_a_block_begins_with_batches_and_random_numbers_that_its_warm_up_did_not
     assert not set(block) & set(seen[:first]), "and the warm-up saw others"
 
 
-def test_batches_without_a_visible_tensor_may_have_other_sizes() -> None:
-    def batch(n: int) -> object:
-        rows = torch.randn(n, 8)
-        return lambda: rows
-
-    bench = Bench(workload_of(nn.Linear(8, 2), batch=batch, loss=lambda model, batch: model(batch()).mean()), CPU)
-    assert measured(bench).losses
-    assert measured(bench, Policy(batch_size=8)).losses
-
-
 def test_a_model_that_is_compiled_already_is_refused() -> None:
     with pytest.raises(TargetError, match=r"model\(\) returned a compiled model: give it before torch\.compile"):
         Bench(workload_of(lambda: torch.compile(nn.Linear(8, 2), backend="eager")), CPU)  # type: ignore[arg-type,return-value]
+
+
+def test_batches_changed_in_place_do_not_leak_into_the_next_trial() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
+        return model(batch.mul_(0.9)).square().mean().reshape(1)
+
+    bench = Bench(workload_of(nn.Linear(8, 2), loss=loss), CPU)
+    assert trained_alike(measured(bench), measured(bench))

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from measurements import took
 from scripted import IDLE, POWER_CAP, ScriptedMemory, ScriptedNvml
 
 from amptune.hardware.nvml import NvmlGpu
@@ -24,8 +25,7 @@ from amptune.measure.bench.readings import (
     with_busy_clocks,
 )
 from amptune.measure.bench.run_delay import RunDelays
-from amptune.measure.results.outcome import Failure, Measurement, Outcome
-from amptune.policy.findings import Finding
+from amptune.measure.results.outcome import Failure, Outcome
 
 CLEAN = Readings(clock_event_reasons=0, sm_clock_mhz=1980, energy_j=1.0, foreign_processes=())
 
@@ -82,11 +82,6 @@ def test_a_process_on_the_gpu_is_foreign_unless_it_is_amptunes(monkeypatch: pyte
     assert instruments_of(ScriptedNvml(pids=pids[:2]).gpu()).read().foreign_processes == (os.getppid(),)
 
 
-def test_all_processes_are_looked_through_only_where_a_stranger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil.Process, "parent", None)  # to call it is an error
-    assert instruments_of(ScriptedNvml().gpu()).read().foreign_processes == ()
-
-
 @pytest.mark.parametrize(
     ("pids", "exclude", "foreign"),
     [
@@ -104,43 +99,31 @@ def test_what_nvml_says_of_other_processes(pids: Any, exclude: tuple[int, ...], 
 
 
 @pytest.mark.parametrize(
-    ("changes", "codes"),
-    [
-        ({}, ()),
-        ({"clock_event_reasons": 0x4}, ("power-cap",)),
-        ({"clock_event_reasons": 0x8}, ("hw-slowdown",)),
-        ({"clock_event_reasons": 0x20}, ("sw-thermal",)),
-        ({"clock_event_reasons": 0x40}, ("hw-thermal",)),
-        ({"clock_event_reasons": 0x80}, ("power-brake",)),
-        ({"clock_event_reasons": 0x48 | IDLE}, ("hw-slowdown", "hw-thermal")),
-        ({"clock_event_reasons": 0x1 | 0x2 | 0x10 | 0x100}, ()),
-        ({"sm_clock_mhz": 1485}, ()),
-        ({"sm_clock_mhz": 1484}, ("low-clock",)),
-        ({"sm_clock_mhz": 1484, "clock_event_reasons": 0x4}, ("power-cap",)),
-        ({"sm_clock_mhz": 1484, "clock_event_reasons": None}, ("low-clock",)),
-        ({"alloc_retries": 1}, ("alloc-retries",)),
-        ({"foreign_processes": (17,)}, ("foreign-process",)),
-        ({"foreign_processes": None}, ()),
-    ],
-)
-def test_a_block_is_contaminated_by(changes: dict[str, Any], codes: tuple[str, ...]) -> None:
-    assert contamination(CLEAN, replace(CLEAN, **changes), 1980) == codes
-
-
-@pytest.mark.parametrize(
     ("before", "after", "codes"),
     [
-        (Readings(alloc_retries=5), Readings(alloc_retries=5), ()),
-        (Readings(foreign_processes=(17,)), Readings(foreign_processes=()), ("foreign-process",)),  # it left
+        (CLEAN, CLEAN, ()),
+        (CLEAN, replace(CLEAN, clock_event_reasons=0x4), ("power-cap",)),
+        (CLEAN, replace(CLEAN, clock_event_reasons=0x8), ("hw-slowdown",)),
+        (CLEAN, replace(CLEAN, clock_event_reasons=0x20), ("sw-thermal",)),
+        (CLEAN, replace(CLEAN, clock_event_reasons=0x80), ("power-brake",)),
+        (CLEAN, replace(CLEAN, clock_event_reasons=0x48 | IDLE), ("hw-slowdown", "hw-thermal")),
+        (CLEAN, replace(CLEAN, clock_event_reasons=0x1 | 0x2 | 0x10 | 0x100), ()),
+        (CLEAN, replace(CLEAN, sm_clock_mhz=1485), ()),
+        (CLEAN, replace(CLEAN, sm_clock_mhz=1484), ("low-clock",)),
+        (CLEAN, replace(CLEAN, sm_clock_mhz=1484, clock_event_reasons=0x4), ("power-cap",)),
+        (CLEAN, replace(CLEAN, sm_clock_mhz=1484, clock_event_reasons=None), ("low-clock",)),
+        (CLEAN, replace(CLEAN, alloc_retries=1), ("alloc-retries",)),
+        (replace(CLEAN, alloc_retries=5), replace(CLEAN, alloc_retries=5), ()),
+        (CLEAN, replace(CLEAN, foreign_processes=(17,)), ("foreign-process",)),
+        (replace(CLEAN, foreign_processes=(17,)), CLEAN, ("foreign-process",)),  # it left
+        (CLEAN, replace(CLEAN, foreign_processes=None), ()),
         (delayed(1.0, 5.0), delayed(3.0, 5.22), ("host-load",)),
         (delayed(1.0, 5.0), delayed(3.0, 5.18), ()),
         (Readings(), delayed(3.0, 5.22), ()),
     ],
 )
-def test_what_was_before_the_block_counts_where_it_is_no_sum(
-    before: Readings, after: Readings, codes: tuple[str, ...]
-) -> None:
-    assert contamination(before, after, None) == codes
+def test_a_block_is_contaminated_by(before: Readings, after: Readings, codes: tuple[str, ...]) -> None:
+    assert contamination(before, after, 1980) == codes
 
 
 def test_of_the_busy_gpu_the_worst_clocks_count_and_the_rest_stays_as_it_was_read() -> None:
@@ -154,51 +137,6 @@ def test_of_the_busy_gpu_the_worst_clocks_count_and_the_rest_stays_as_it_was_rea
     assert with_busy_clocks(after, busy) == worst
 
 
-def measurement(**more: object) -> Measurement:
-    parts: dict[str, object] = {
-        "samples_per_step": 8,
-        "step_ms": (10.0, 10.1),
-        "warmup_s": 0.3,
-        "warmup_steps": 8,
-        "peak_allocated_mib": 10.0,
-        "peak_reserved_mib": 20.0,
-        "losses": (1.0, 0.9),
-    }
-    return Measurement(**{**parts, **more})  # type: ignore[arg-type]  # parts by name
-
-
-def only(outcomes: Sequence[Outcome]) -> Finding:
-    (finding,) = noticed(outcomes)
-    return finding
-
-
-def test_an_undisturbed_run_has_nothing_to_notice_and_abandoned_trials_are_left_out() -> None:
-    glance = measurement(abandoned=True, steady=False, contaminated_by=("power-cap",))
-    still = measurement(host_delay=0.0)  # a machine whose counter stands still
-    assert noticed([measurement(), still, glance, Failure(kind="oom", message="out of memory")]) == ()
-
-
-def test_discarded_blocks_are_counted_with_their_causes() -> None:
-    outcomes = [
-        measurement(discarded=("hw-thermal",)),
-        measurement(discarded=("hw-thermal", "hw-thermal+sw-thermal")),
-        *[measurement()] * 7,
-    ]
-    (finding,) = noticed(outcomes)
-    assert finding.code == "throttled"
-    assert finding.message.startswith("3 of 12 blocks were discarded and repeated: the GPU was thermally throttled (HW")
-    assert finding.figures == {"discarded": 3, "kept": 0, "of": 12}
-
-
-def test_the_power_cap_and_settled_clocks_are_how_training_will_run() -> None:
-    outcomes = [*[measurement(contaminated_by=("power-cap",))] * 3, measurement(contaminated_by=("low-clock",))]
-    low, capped = noticed([*outcomes, measurement()])
-    assert {capped.code, low.code} == {"own-load"}
-    assert capped.figures == {"state": "power-cap", "kept": 3, "of": 5}
-    assert low.figures == {"state": "low-clock", "kept": 1, "of": 5}
-    assert "75 %" in low.message
-
-
 @pytest.mark.parametrize(
     ("cause", "code", "words"),
     [
@@ -210,7 +148,7 @@ def test_the_power_cap_and_settled_clocks_are_how_training_will_run() -> None:
     ],
 )
 def test_each_cause_has_its_finding_and_its_words(cause: str, code: str, words: str) -> None:
-    (finding,) = noticed([measurement(discarded=(cause,), contaminated_by=(cause,)), measurement()])
+    (finding,) = noticed([took(discarded=(cause,), contaminated_by=(cause,)), took()])
     assert finding.code == code
     assert "1 of 3 blocks was discarded" in finding.message
     assert "; 1 of 2 measurements was taken nevertheless: " in finding.message
@@ -218,14 +156,25 @@ def test_each_cause_has_its_finding_and_its_words(cause: str, code: str, words: 
     assert finding.figures == {"discarded": 1, "kept": 1, "of": 3}
 
 
-def test_causes_of_two_kinds_are_two_findings() -> None:
-    found = noticed([measurement(discarded=("hw-thermal+foreign-process+host-load",))])
-    assert [finding.code for finding in found] == ["throttled", "foreign-process", "host-load"]
-    assert "process" not in found[0].message
-    assert "GPU" not in found[2].message
+CAPPED, LOW = took(contaminated_by=("power-cap",)), took(contaminated_by=("low-clock",))
+GLANCE = took(abandoned=True, steady=False, contaminated_by=("power-cap",))
+THREE = ("hw-thermal+foreign-process+host-load", "hw-thermal")
 
 
-def test_trials_that_never_became_steady_are_counted() -> None:
-    (finding,) = noticed([measurement(steady=False), measurement(), measurement()])
-    assert finding.code == "unsteady"
-    assert finding.figures == {"discarded": 0, "kept": 1, "of": 3}
+@pytest.mark.parametrize(
+    ("outcomes", "found"),
+    [
+        ([took(), took(host_delay=0.0), GLANCE, Failure(kind="oom", message="out of memory")], []),
+        ([CAPPED, CAPPED, LOW, took()], [("own-load", 0, 1, 4), ("own-load", 0, 2, 4)]),  # as training will run
+        ([took(steady=False), took(), took()], [("unsteady", 0, 1, 3)]),
+        (
+            [took(discarded=THREE), took()],
+            [("throttled", 2, 0, 4), ("foreign-process", 1, 0, 4), ("host-load", 1, 0, 4)],
+        ),
+    ],
+)
+def test_disturbances_are_counted_by_kind(outcomes: Sequence[Outcome], found: list[object]) -> None:
+    findings = noticed(outcomes)
+    counted = [(one.code, *(one.figures.get(name, 0) for name in ("discarded", "kept", "of"))) for one in findings]
+    assert counted == found
+    assert not any("process" in one.message for one in findings if one.code == "throttled")

@@ -11,48 +11,35 @@ import pytest
 
 from amptune.measure.bench.run_delay import RunDelays, host_delay, read_run_delays
 
-# It runs on the one CPU whose number it is given, and says when it does.
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these files")
-
-
-def tasks_in(folder: Path, **threads: str | None) -> Path:
-    """A folder like `/proc/self/task`, with a file for each thread that has not ended (`t17="1 2 3"`)."""
-    for name, text in threads.items():
-        task = folder / name.removeprefix("t")
-        task.mkdir()
-        if text is not None:
-            (task / "schedstat").write_text(text)
-    return folder
 
 
 def delays(at_s: float, **threads: float) -> RunDelays:
     return RunDelays(waited_s=tuple((ord(name), seconds) for name, seconds in threads.items()), at_s=at_s)
 
 
-# Reading.
-
-
 @pytest.mark.parametrize(
     ("threads", "waiting"),
     [
-        ({"t17": "9000000000 1500000000 42\n", "t18": "1000 0 7\n"}, {17: 1.5, 18: 0.0}),  # the second field, in ns
-        ({"t17": "9 2000000000 3", "t18": None}, {17: 2.0}),  # a thread that ends meanwhile
-        ({"t17": "9 2000000000 3", "t18": ""}, {17: 2.0}),
-        ({"t17": "9000 0 3\n"}, {17: 0.0}),  # a counter that stands still beside counted work
-        ({"t17": "0 0 0\n", "t18": "0 0 0\n"}, None),  # the kernel does not count
-        ({"t17": None}, None),  # a system without the files
+        ({"17": "9000000000 1500000000 42\n", "18": "1000 0 7\n"}, {17: 1.5, 18: 0.0}),  # the second field, in ns
+        ({"17": "9 2000000000 3", "18": None}, {17: 2.0}),  # a thread that ends meanwhile
+        ({"17": "9 2000000000 3", "18": ""}, {17: 2.0}),
+        ({"17": "9000 0 3\n"}, {17: 0.0}),  # a counter that stands still beside counted work
+        ({"17": "0 0 0\n", "18": "0 0 0\n"}, None),  # the kernel does not count
+        ({"17": None}, None),  # a system without the files
     ],
 )
 def test_the_waiting_times_of_all_threads_are_read(
     tmp_path: Path, threads: dict[str, str | None], waiting: dict[int, float] | None
 ) -> None:
-    before_s, reading = time.monotonic(), read_run_delays(tasks_in(tmp_path, **threads))
+    for thread, text in threads.items():
+        (tmp_path / thread).mkdir()
+        if text is not None:  # else it has ended
+            (tmp_path / thread / "schedstat").write_text(text)
+    reading = read_run_delays(tmp_path)
     assert (None if reading is None else dict(reading.waited_s)) == waiting
-    assert reading is None or before_s <= reading.at_s <= time.monotonic()
+    assert reading is None or reading.at_s <= time.monotonic()
     assert read_run_delays(tmp_path / "missing") is None
-
-
-# The delay between two readings.
 
 
 @pytest.mark.parametrize(
@@ -73,9 +60,6 @@ def test_the_delay_is_that_of_the_thread_that_waited_longest(
 ) -> None:
     found = host_delay(before, after)
     assert found == (None if delay is None else pytest.approx(delay))
-
-
-# This machine.
 
 
 @ON_LINUX

@@ -15,17 +15,14 @@ from amptune import Policy
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.inspection import inspect_model
-from amptune.policy.settings import STOCK, amp_recipe
+from amptune.policy.settings import amp_recipe
 from amptune.runtime.tuned import Tuned
 
 Optimizers = tuple[torch.optim.Optimizer, torch.optim.Optimizer]
 
 
-class Gan(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-        self.critic = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+def net() -> nn.Module:
+    return nn.ModuleDict({"generator": nn.Linear(8, 8), "critic": nn.Linear(8, 1)})
 
 
 def optimizers_of(model: nn.Module) -> Optimizers:
@@ -33,41 +30,35 @@ def optimizers_of(model: nn.Module) -> Optimizers:
     return torch.optim.Adam(generator.parameters(), lr=1e-3), torch.optim.SGD(critic.parameters(), lr=1e-2)
 
 
-def step(tuned: Tuned, model: Any, optimizers: Optimizers, batch: torch.Tensor) -> torch.Tensor:
-    (generator, critic), loss_of = optimizers, nn.functional.binary_cross_entropy_with_logits
+def step(tuned: Tuned, model: Any, optimizers: Optimizers, batch: torch.Tensor) -> Any:
     loss = torch.zeros(())
-    for optimizer, wanted in ((critic, 0.0), (generator, 1.0)):
+    for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
         model.zero_grad()
         with tuned.autocast():
-            fake = model.critic(model.generator(torch.randn_like(batch)))
-            loss = loss_of(fake, torch.full_like(fake, wanted))
-            if optimizer is critic:
-                real = model.critic(tuned.batch(batch))
-                loss = loss + loss_of(real, torch.ones_like(real))
-        tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+            fake, real = (model["critic"](x) for x in (model["generator"](batch.neg()), tuned.batch(batch)))
+            loss = sign * (fake.sigmoid() - real.sigmoid()).mean()
+        torch.autograd.backward(tuned.scaler.scale(loss))
         tuned.scaler.step(optimizer)
     tuned.scaler.update()
     return loss
 
 
 def gan(**more: Any) -> amptune.Workload:
-    return workload_of(Gan, **{"loss": None, "step": step, "optimizer": optimizers_of, **more})
+    return workload_of(net, **{"loss": None, "step": step, "optimizer": optimizers_of, **more})
 
 
-@pytest.mark.parametrize("policy", [STOCK, amp_recipe("fp16"), Policy(fused_optimizer=True)], ids=str)
-def test_a_step_with_two_optimizers_is_measured_and_trains_both_parts(policy: Policy) -> None:
+def test_a_step_with_two_optimizers_is_measured_and_trains_both_parts() -> None:
     bench = Bench(gan(), CPU)
     initial = {name: value.clone() for name, value in bench.model.state_dict().items()}
-    assert measured(bench, policy).samples_per_step == 4
+    assert measured(bench, amp_recipe("fp16")).samples_per_step == 4
     assert all(not torch.equal(value, initial[name]) for name, value in bench.model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_a_step_gets_its_optimizers_as_they_were_returned_and_each_is_fused(kind: Callable[[Any], Any]) -> None:
-    seen: list[Any] = []
-
-    def looking(tuned: Tuned, model: nn.Module, optimizers: Any, batch: torch.Tensor) -> torch.Tensor:
-        seen.append((type(optimizers), [type(one) for one in optimizers]))
+    def looking(tuned: Tuned, model: nn.Module, optimizers: Any, batch: torch.Tensor) -> Any:
+        assert type(optimizers) is kind
+        assert [type(one) for one in optimizers] == [torch.optim.Adam, torch.optim.SGD]
         return step(tuned, model, optimizers, batch)
 
     bench = Bench(gan(step=looking, optimizer=lambda model: kind(optimizers_of(model))), CPU)
@@ -75,18 +66,20 @@ def test_a_step_gets_its_optimizers_as_they_were_returned_and_each_is_fused(kind
     with bench.on_device(Policy(fused_optimizer=True)) as (_, stepper):
         stepper()
         assert [one.param_groups[0]["fused"] for one in stepper.optimizers] == [True, True]
-    assert set(map(str, seen)) == {str((kind, [torch.optim.Adam, torch.optim.SGD]))}
 
 
 def with_foreign(model: nn.Module) -> Optimizers:
-    return optimizers_of(model)[0], optimizers_of(Gan())[1]
+    return optimizers_of(model)[0], optimizers_of(net())[1]
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"optimizer": with_foreign}, "holds 4 parameters, and none is the model's"),
-        ({"step": None, "loss": lambda model, x: model.critic(x).mean()}, r"returned 2 optimizers, .* has one.*step\("),
+        ({"optimizer": with_foreign}, "holds 2 parameters, and none is the model's"),
+        (
+            {"step": None, "loss": lambda model, x: model["critic"](x).mean()},
+            r"returned 2 optimizers, .* has one",
+        ),
         ({"optimizer": lambda _: (1,)}, r"optimizer\(model\) returned tuple of int, not a torch.optim.Optimizer, or a"),
         ({"optimizer": lambda _: []}, r"optimizer\(model\) returned list of nothing"),
         ({"optimizer": lambda _: None}, r"optimizer\(model\) returned NoneType"),

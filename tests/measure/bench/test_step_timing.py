@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from benches import CPU, workload_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import HW_THERMAL, POWER_CAP, SW_THERMAL, ScriptedClock, ScriptedHost, ScriptedMemory, ScriptedNvml
+from scripted import HW_THERMAL, POWER_CAP, ScriptedClock, ScriptedHost, ScriptedMemory, ScriptedNvml
 from torch import nn
 
 from amptune.measure.bench import bench as bench_module
@@ -32,7 +33,7 @@ from amptune.measure.bench.step_timing import (
     is_steady,
     mean_half_width,
 )
-from amptune.measure.bench.stillness import Stillness, StoppedTrees
+from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
 from amptune.policy.settings import STOCK
 
@@ -58,9 +59,6 @@ def noisy(spread: float, ms: float = 10.0) -> StepMs:
     return lambda n: ms * (1 + spread * random.Random(n).uniform(-1, 1))
 
 
-# The interval on the mean.
-
-
 def test_the_interval_covers_the_mean_as_often_as_it_says_and_few_steps_have_none() -> None:
     rng = random.Random(0)
     covered = 0
@@ -70,9 +68,7 @@ def test_the_interval_covers_the_mean_as_often_as_it_says_and_few_steps_have_non
         covered += abs(mean - 10.0) <= mean_half_width(values) * mean
     assert 920 <= covered <= 970
     assert mean_half_width([10.0] * 5) == math.inf
-
-
-# Sampling.
+    assert len(sampled(ScriptedClock(lambda _: 100.0), replace(EFFORT, measure_s=10.0)).kept.step_ms) == 6
 
 
 @given(
@@ -105,14 +101,6 @@ def test_a_figure_is_all_steps_of_the_last_block_and_no_other(
     if len(clock.stretches) - stretch > 1 and len(expected) > least:  # it went on, as it was not precise
         before = expected[: -(clock.stretches[-1] - lead)]
         assert len(before) < least or mean_half_width(before) > precision
-
-
-def test_five_steps_alike_are_not_yet_an_interval() -> None:
-    sample = sampled(ScriptedClock(lambda _: 100.0), replace(EFFORT, measure_s=10.0))
-    assert len(sample.kept.step_ms) == 6
-
-
-# Warm-up.
 
 
 @pytest.mark.parametrize(
@@ -151,9 +139,6 @@ def test_warm_up_ends_when_the_step_time_is_steady_or_its_time_is_over(
     assert warm_up.steady is steady
     assert steps[0] <= warm_up.steps == clock.steps <= steps[1]
     assert warm_up.step_ms == pytest.approx(step_ms(clock.steps), rel=0.05)
-
-
-# Disturbed blocks.
 
 
 class World:
@@ -241,21 +226,8 @@ def test_no_block_is_repeated_that_paid_for_new_graphs_or_when_the_time_limit_is
     world, near = World(), replace(EFFORT, time_limit_s=0.5)
     assert world.trial("sw-thermal", "sw-thermal", effort=near) == (("sw-thermal",), ("sw-thermal",))
     assert world.trial(*["sw-thermal"] * 3)[0] == ("sw-thermal",) * MAX_REPEATS
-
-
-def test_on_a_cpu_its_own_instruments_tell() -> None:
-    assert World(nvml=False).trial("hw-thermal foreign-process host-load", "alloc-retries", "") == (
-        ("host-load", "alloc-retries"),
-        (),
-    )
-
-
-class ScriptedTrees(StoppedTrees):
-    has_stopped = True
-    is_quiet = True
-
-    def __init__(self, quiet: bool) -> None:
-        self.is_quiet = quiet
+    without_nvml = World(nvml=False)
+    assert without_nvml.trial("hw-thermal foreign-process host-load", "")[0] == ("host-load",)
 
 
 class ScriptedStillness(Stillness):
@@ -267,9 +239,9 @@ class ScriptedStillness(Stillness):
         self.at: list[int] = []
 
     @contextmanager
-    def pause(self) -> Iterator[StoppedTrees]:
+    def pause(self) -> Iterator[Any]:
         self.at.append(self._clock.steps)
-        yield ScriptedTrees(self._quiet)
+        yield SimpleNamespace(has_stopped=True, is_quiet=self._quiet)
         self.at.append(self._clock.steps)
 
 
@@ -300,19 +272,6 @@ def test_the_gpu_is_read_while_it_is_busy_and_one_stretch_counts_for_the_block()
     assert (after.clock_event_reasons, after.sm_clock_mhz) == (POWER_CAP, 1500)
 
 
-def test_energy_is_that_of_the_kept_block_alone_without_what_waited() -> None:
-    """A step uses 10 J, in the disturbed block 100 J."""
-    clock = ScriptedClock(lead=1, idle_ms=7.0)
-    blocks: list[int] = []
-    nvml = ScriptedNvml(
-        reasons=lambda: HW_THERMAL if len(blocks) == 1 else 0,
-        energy_mj=lambda: 10_000 * clock.steps + 90_000 * min(clock.steps, blocks[1] if len(blocks) > 1 else 10**9),
-    )
-    sample = sampled(clock, WHOLE, nvml, begin=lambda: blocks.append(clock.steps))
-    assert sample.discarded == ("hw-thermal",)
-    assert sample.kept.step_j == pytest.approx(10.0)
-
-
 def test_a_block_lasts_as_long_as_the_counter_of_energy_needs_where_there_is_one() -> None:
     def kept(*, counts: bool = True, **changes: float) -> tuple[float, bool]:
         clock = ScriptedClock()
@@ -323,9 +282,6 @@ def test_a_block_lasts_as_long_as_the_counter_of_energy_needs_where_there_is_one
     assert kept() == (100, False)  # too short for its counter
     assert kept(energy_s=0.3) == (300, True)
     assert kept(energy_s=0.3, counts=False) == kept(energy_s=0.3, measure_s=0.0) == (100, False)
-
-
-# Real clocks.
 
 
 def test_the_cpus_clock_looks_once_after_the_last_step() -> None:
@@ -347,9 +303,6 @@ def test_the_gpus_clock_looks_while_steps_are_still_running() -> None:
     assert idle == [False]
 
 
-# The whole bench.
-
-
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> ScriptedHost:
     """The host and clock of each bench."""
@@ -359,8 +312,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ScriptedHost:
     return scripted
 
 
-def measured(effort: Effort = EFFORT, nvml: ScriptedNvml | None = None, bench: Bench | None = None) -> Measurement:
-    bench = bench or Bench(workload_of(nn.Linear(8, 2)), CPU, nvml.gpu() if nvml else None)
+def measured(effort: Effort = EFFORT, nvml: ScriptedNvml | None = None) -> Measurement:
+    bench = Bench(workload_of(nn.Linear(8, 2)), CPU, nvml.gpu() if nvml else None)
     outcome = bench.measure(STOCK, effort)
     assert isinstance(outcome, Measurement), outcome
     return outcome
@@ -378,17 +331,12 @@ def test_a_measurement_carries_what_the_instruments_said(host: ScriptedHost) -> 
 
 
 def test_a_bench_without_instruments_measures_all_the_same(host: ScriptedHost) -> None:
+    assert (Effort().precision, Effort().measure_s, Effort().warmup_s) == (0.02, 0.5, 5.0)
     outcome = measured()
     assert (outcome.discarded, outcome.contaminated_by, outcome.energy_j_per_sample) == ((), (), None)
     assert outcome.host_delay is None
     assert outcome.step_ms == (10.0,) * 10
     assert host.clock.steps == outcome.warmup_steps - 1 + 10  # the first step is not timed
-
-
-@pytest.mark.usefixtures("host")
-def test_the_bench_remembers_from_trial_to_trial_what_lasts() -> None:
-    bench = Bench(workload_of(nn.Linear(8, 2)), CPU, ScriptedNvml(reasons=SW_THERMAL).gpu())
-    assert [measured(bench=bench).discarded for _ in range(3)] == [("sw-thermal",) * 2, (), ()]
 
 
 def test_a_trial_says_whether_it_became_steady_was_given_up_or_is_slow(host: ScriptedHost) -> None:
@@ -404,13 +352,6 @@ def test_a_trial_says_whether_it_became_steady_was_given_up_or_is_slow(host: Scr
     assert len(measured().losses) == 3
 
 
-def test_a_search_looks_for_half_a_second_at_most_and_two_percent() -> None:
-    assert (Effort().precision, Effort().measure_s, Effort().warmup_s) == (0.02, 0.5, 5.0)
-
-
-# The journal.
-
-
 @given(st.from_type(Measurement))
 @settings(max_examples=20)
 def test_a_measurement_survives_the_journal_and_older_ones_have_the_usual_values(one: Measurement) -> None:
@@ -421,9 +362,6 @@ def test_a_measurement_survives_the_journal_and_older_ones_have_the_usual_values
         del written[name]
     older = replace(one, **later, host_delay=None)  # type: ignore[arg-type]  # fields by name
     assert repr(outcome_from_dict(written)) == repr(older)
-
-
-# Graphs that keep coming.
 
 
 def test_a_block_and_a_warm_up_go_on_until_no_graph_came_in_their_second_half() -> None:

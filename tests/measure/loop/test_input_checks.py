@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from amptune import Workload
-from amptune.errors import TargetError, UserCodeError
+from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop.input_checks import require_sound_input
 from amptune.measure.modules.inspection import inspect_model
@@ -23,16 +24,8 @@ def check(workload: Workload) -> None:
     inspect_model(bench, "digest")
 
 
-def net() -> nn.Module:
-    return nn.Linear(8, 2)
-
-
 def of(**more: Any) -> Workload:
-    return workload_of(net, **more)
-
-
-def test_sound_inputs_pass() -> None:
-    check(of(loader=lambda n: DataLoader(TensorDataset(torch.randn(32, 8)), n)))
+    return workload_of(lambda: nn.Linear(8, 2), **more)
 
 
 @pytest.mark.parametrize("rows", [lambda _: 64, lambda n: n + 1])
@@ -55,37 +48,29 @@ def test_what_holds_n_samples_in_another_way_passes(batch: Any) -> None:
 
 
 def test_an_optimizer_or_a_loss_of_another_model_is_an_error() -> None:
-    other = net()
+    other = nn.Linear(8, 2)
     with pytest.raises(TargetError, match="holds 2 parameters, and none is the model's"):
         check(of(optimizer=lambda _: torch.optim.SGD(other.parameters(), lr=0.1)))
     with pytest.raises(TargetError, match="no gradient reaches the optimizer's parameters"):
         check(of(loss=lambda _, batch: other(batch).square().mean()))
 
 
-def stepping(every: int) -> Any:
-    calls: list[int] = []
-
-    def step(*given: Any) -> torch.Tensor:
-        calls.append(1)
-        return step_of("backward scaler-step zero" if len(calls) % every == 0 else "backward")(*given)
-
-    return step
-
-
 def test_a_step_that_never_steps_is_an_error_and_one_that_accumulates_or_has_an_own_optimizer_is_not() -> None:
-    def step(tuned: Any, model: Any, _: Any, batch: Any) -> torch.Tensor:
+    calls = count(1)
+
+    def accumulating(*given: Any) -> torch.Tensor:
+        return step_of("backward" if next(calls) % 4 else "backward scaler-step zero")(*given)
+
+    def with_its_own(tuned: Any, model: Any, _: Any, batch: Any) -> torch.Tensor:
         return step_of("backward step zero")(tuned, model, torch.optim.SGD(model.parameters(), lr=0.1), batch)
 
-    check(of(loss=None, step=stepping(4)))
-    check(of(loss=None, step=step))
+    check(of(loss=None, step=accumulating))
+    check(of(loss=None, step=with_its_own))
     with pytest.raises(TargetError, match="neither did the optimizer step nor a weight change"):
         check(of(loss=None, step=step_of("backward")))
 
 
-def test_an_empty_loader_and_one_that_raises_and_one_of_another_size_are_errors() -> None:
+def test_a_loader_is_asked_for_a_batch() -> None:
+    check(of(loader=lambda n: DataLoader(TensorDataset(torch.randn(32, 8)), n)))
     with pytest.raises(TargetError, match=r"loader\(4\) yields no batch: is its dataset empty"):
         check(of(loader=lambda n: DataLoader([], n)))  # type: ignore[arg-type]  # a list is a dataset
-    with pytest.raises(UserCodeError, match=r"loader\(4\) raised ZeroDivisionError"):
-        check(of(loader=lambda _: 1 / 0))
-    with pytest.raises(TargetError, match=r"loader\(4\) begins with a batch of tensors of shape"):
-        check(of(loader=lambda _: DataLoader(TensorDataset(torch.randn(32, 8)), 16)))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import replace
 from itertools import count, islice, product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from benches import CPU, measured, step_of
+from benches import CPU, step_of
 from benches import workload_of as any_workload
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -39,47 +40,18 @@ class Named(NamedTuple):
     labels: torch.Tensor
 
 
-class ScriptedTime:
-    """Stands for the `time` module in the loop: its time passes where a test says so."""
-
-    now_s = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def batch_in(self, seconds: float) -> Callable[[int], torch.Tensor]:
-        def batch(n: int) -> torch.Tensor:
-            self.now_s += seconds
-            return torch.randn(n, 8)
-
-        return batch
-
-    def endless_in(self, seconds: float) -> Callable[[int], Iterator[torch.Tensor]]:
-        return lambda n: (self.batch_in(seconds)(n) for _ in count())
-
-
-@pytest.fixture
-def scripted(monkeypatch: pytest.MonkeyPatch) -> ScriptedTime:
-    scripted = ScriptedTime()
-    monkeypatch.setattr(clocks, "time", scripted)
-    return scripted
-
-
 class Steps:
-    """A loss that notes its batches' types and sizes, and takes so many seconds of a scripted time."""
+    """A loss that notes its batches' types and sizes."""
 
-    def __init__(self, scripted: ScriptedTime | None = None, seconds: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.sizes: list[int] = []
         self.types: set[type] = set()
-        self.scripted, self.seconds = scripted or ScriptedTime(), seconds
 
-    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        self.scripted.now_s += self.seconds
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
         features = batch if isinstance(batch, torch.Tensor) else batch[0]
         self.sizes.append(len(features))
         self.types.add(type(batch))
-        loss: torch.Tensor = model(features).square().mean()
-        return loss
+        return model(features).square().mean()
 
 
 def workload_of(**more: Any) -> Workload:
@@ -89,8 +61,8 @@ def workload_of(**more: Any) -> Workload:
 TURN = Effort(warmup_s=0.0, measure_s=0.1, precision=-1.0, min_steps=6, max_steps=20, in_loop=True)
 
 
-def turn(policy: Policy = STOCK, **parts: object) -> Measurement:
-    outcome = measure_in_loop(Bench(workload_of(**parts), CPU), policy, TURN)
+def turn(policy: Policy = STOCK, device: torch.device = CPU, **parts: object) -> Measurement:
+    outcome = measure_in_loop(Bench(workload_of(**parts), device), policy, TURN)
     assert isinstance(outcome, Measurement), outcome
     return outcome
 
@@ -99,20 +71,11 @@ def dataset(samples: int) -> TensorDataset:
     return TensorDataset(torch.randn(samples, 8))
 
 
-def test_waiting_is_seen_by_the_real_clock_too() -> None:
-    def sleeping(n: int) -> Iterator[torch.Tensor]:
-        while True:
-            time.sleep(0.02)
-            yield torch.randn(n, 8)
-
-    assert turn(loader=sleeping).mean_ms >= 20
-
-
-@pytest.mark.parametrize("constant", [Named(torch.ones(BATCH, 8), torch.ones(BATCH)), [torch.ones(BATCH, 8), "a name"]])
-def test_constant_batches_arrive_as_they_are(constant: Any) -> None:
-    loss = Steps()
-    turn(batch=lambda _: constant, loss=loss)
-    assert loss.types == {type(constant)}
+def test_constant_batches_arrive_as_they_are() -> None:
+    for constant in (Named(torch.ones(BATCH, 8), torch.ones(BATCH)), [torch.ones(BATCH, 8), "a name"]):
+        loss = Steps()
+        turn(batch=lambda _: constant, loss=loss)  # noqa: B023  # it is called before the next one
+        assert loss.types == {type(constant)}
 
 
 def test_a_step_of_the_users_own_is_looped_too() -> None:
@@ -126,18 +89,6 @@ def test_a_loader_that_ends_begins_again(policy: Policy, sizes: list[int]) -> No
     loss = Steps()
     turn(policy, loss=loss, loader=lambda n: DataLoader(dataset(9), batch_size=n))
     assert loss.sizes == (sizes * len(loss.sizes))[: len(loss.sizes)]
-
-
-def test_a_loader_that_is_an_iterator_is_built_again_for_each_epoch() -> None:
-    built = []
-
-    def loader(n: int) -> Iterator[torch.Tensor]:
-        built.append(n)
-        return iter([torch.randn(n, 8), torch.randn(n, 8)])
-
-    epochs = Epochs(workload_of(loader=loader), BATCH, CPU)
-    assert [len(next(epochs)) for _ in range(5)] == [BATCH] * 5
-    assert built == [BATCH] * 3
 
 
 def all_processes_end() -> bool:
@@ -176,24 +127,15 @@ class Raising(Dataset[torch.Tensor]):
         raise KeyError(f"no such sample: {index}")
 
 
-def raising_loss(*_: object) -> torch.Tensor:
-    raise ValueError("not today")
-
-
 def feed_of(**parts: object) -> LoaderFeed:
     return LoaderFeed(workload_of(**parts), BATCH, CPU, clocks.stopwatch_for(CPU))
 
 
 @FORKS
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"loader": lambda n: DataLoader(Raising(), n)}, r"loader\(4\) raised KeyError: .*no such sample: 0"),
-        ({"loader": lambda n: DataLoader(Raising(), n, num_workers=1)}, r"loader\(4\) raised KeyError.*no such sample"),
-    ],
-)
-def test_what_the_users_loader_raises_is_told_with_its_place(parts: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserCodeError, match=f"(?s){words}") as caught, closing(feed_of(**parts)) as fed:
+def test_what_the_users_loader_raises_is_told_with_its_place() -> None:
+    loader = lambda n: DataLoader(Raising(), n, num_workers=1)  # noqa: E731
+    words = r"(?s)loader\(4\) raised KeyError.*no such sample"
+    with pytest.raises(UserCodeError, match=words) as caught, closing(feed_of(loader=loader)) as fed:
         next(fed)
     assert "test_own_loop.py" in str(caught.value)
     assert all_processes_end()
@@ -223,56 +165,42 @@ def test_samples_may_stand_along_any_axis_or_be_packed(batch: Callable[[int], to
         assert [next(fed).shape for _ in range(2)] == [batch(n).shape for n in (BATCH, BATCH - 2)]
 
 
-def test_the_loop_leaves_nothing_behind_for_the_next_trial() -> None:
-    bench = Bench(workload_of(), CPU)
-    before = measured(bench)
-    assert isinstance(measure_in_loop(bench, amp_recipe("bf16"), TURN), Measurement)
-    assert measured(bench).losses[:3] == before.losses[:3]
-
-
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-def on_gpu(**parts: object) -> None:
-    bench = Bench(workload_of(**parts), torch.device("cuda", 0))
-    assert isinstance(measure_in_loop(bench, STOCK, TURN), Measurement)
-
-
 @pytest.mark.gpu
-@needs_gpu
-def test_batches_keep_their_type_on_a_gpu() -> None:
-    loss = Steps()
-    on_gpu(batch=lambda n: Named(torch.randn(n, 8), torch.randn(n)), loss=loss)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_keep_their_type_on_a_gpu_and_those_made_there_need_no_copy() -> None:
+    loss, gpu = Steps(), torch.device("cuda", 0)
+    turn(device=gpu, batch=lambda n: Named(torch.randn(n, 8), torch.randn(n)), loss=loss)
     assert loss.types == {Named}
+    turn(device=gpu, batch=lambda n: torch.randn(n, 8, device="cuda"))
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_batches_made_on_the_gpu_need_no_copy() -> None:
-    on_gpu(batch=lambda n: torch.randn(n, 8, device="cuda"))
-
-
-# --- a turn of the loop -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_turn_of_the_loop_pays_for_waiting_and_says_how_much(scripted: ScriptedTime, accumulate: int) -> None:
-    outcome = turn(Policy(accumulate=accumulate), loader=scripted.endless_in(0.02), loss=Steps(scripted, 0.005))
-    assert outcome.in_loop
-    assert outcome.mean_ms == pytest.approx(25.0 * accumulate)
-    assert outcome.wait_share == pytest.approx(0.8, abs=0.03)  # the last step is not over
-
-
-def test_without_a_loader_drawing_a_batch_is_not_timed_and_no_time_blamed_on_one(
-    scripted: ScriptedTime, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("accumulate", "loads", "mean_ms", "wait_share"),
+    [(1, True, 25.0, 0.8), (2, True, 50.0, 0.8), (1, False, 5.0, 0.0)],
+)
+def test_a_turn_pays_for_waiting_for_a_loader_and_says_how_much_but_not_for_drawing_batches(
+    accumulate: int, loads: bool, mean_ms: float, wait_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy CPU takes some time even for batches that lie ready."""
-    monkeypatch.setattr(LoaderFeed, "wait_share", lambda _: 0.1)
-    outcome = turn(batch=scripted.batch_in(0.02), loss=Steps(scripted, 0.005))
-    assert outcome.mean_ms == pytest.approx(5.0)
-    assert outcome.wait_share == 0.0
+    now_s = 0.0
+
+    def after(seconds: float, value: torch.Tensor) -> torch.Tensor:
+        nonlocal now_s
+        now_s += seconds
+        return value
+
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    if not loads:  # a busy CPU takes some time even for batches that lie ready
+        monkeypatch.setattr(LoaderFeed, "wait_share", lambda _: 0.1)
+
+    def batch(n: int) -> torch.Tensor:
+        return after(0.02, torch.randn(n, 8))
+
+    parts: dict[str, Any] = {"loader": lambda n: (batch(n) for _ in count())} if loads else {"batch": batch}
+    loss = lambda model, batch: after(0.005, model(batch).square().mean())  # noqa: E731
+    outcome = turn(Policy(accumulate=accumulate), loss=loss, **parts)
+    assert outcome.in_loop
+    assert outcome.mean_ms == pytest.approx(mean_ms)
+    assert outcome.wait_share == pytest.approx(wait_share, abs=0.03)  # the last step is not over
 
 
 def test_the_batches_of_turns_are_others_than_the_searchs_and_drawn_once_while_it_gets_ready(
@@ -297,19 +225,13 @@ def test_the_batches_of_turns_are_others_than_the_searchs_and_drawn_once_while_i
     assert not any(torch.equal(one, other) for one, other in product(fresh, drawn.sequence(BATCH, 4)))
 
 
-def breaking_loader(n: int) -> Iterator[torch.Tensor]:
-    yield torch.randn(n, 8)
+def failing(*_: object) -> Any:
     raise FileNotFoundError("train.csv")
 
 
-@pytest.mark.parametrize(
-    ("parts", "exception", "words"),
-    [({"loader": breaking_loader}, LOADER_FAILED, "train.csv"), ({"loss": raising_loss}, "ValueError", "not today")],
-)
-def test_a_loader_that_fails_is_told_from_a_policy_that_fails(
-    parts: dict[str, object], exception: str, words: str
-) -> None:
-    outcome = measure_in_loop(Bench(workload_of(**parts), CPU), STOCK, TURN)
+@pytest.mark.parametrize(("part", "exception"), [("loader", LOADER_FAILED), ("loss", "FileNotFoundError")])
+def test_a_loader_that_fails_is_told_from_a_policy_that_fails(part: str, exception: str) -> None:
+    outcome = measure_in_loop(Bench(workload_of(**{part: failing}), CPU), STOCK, TURN)
     assert isinstance(outcome, Failure)
     assert outcome.exception == exception
-    assert words in outcome.message
+    assert "train.csv" in outcome.message

@@ -34,8 +34,6 @@ def only_in_fp32(tuned: Tuned, *rest: Any) -> torch.Tensor:
     "step",
     [
         step_of("backward scaler-step step update zero"),
-        step_of("backward scaler-step scaler-step update zero"),
-        TWICE,
         only_in_fp32,
     ],
 )
@@ -91,7 +89,6 @@ def test_a_step_that_leaves_the_policys_autocast_out_is_told_so() -> None:
 
     (finding,) = mistakes_in_step(bench_of(plain))
     assert finding.code == "autocast-unused"
-    assert "with tuned.autocast():" in str(finding)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such luck"), SystemExit("no such luck")])

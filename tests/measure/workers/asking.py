@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import os
 import sys
 
 
@@ -12,16 +10,8 @@ def has_imported(module: str) -> bool:
     return module in sys.modules
 
 
-def environment(name: str) -> str | None:
-    return os.environ.get(name)
-
-
 def argv() -> list[str]:
     return sys.argv
-
-
-def start_method() -> str:
-    return multiprocessing.get_start_method()
 
 
 def drawn() -> tuple[float, ...]:

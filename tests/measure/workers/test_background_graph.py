@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from measurements import took
 
 from amptune.measure.bench.stillness import Pause
-from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.measure.workers import background_graph, processes
 from amptune.measure.workers.background_graph import BackgroundGraph
-from amptune.measure.workers.processes import Pending, WorkerProcess
-from amptune.measure.workers.setting import Setting
-from amptune.measure.workers.source import Source
+from amptune.measure.workers.processes import Pending
 from amptune.policy.settings import Policy
-
-
-class ScriptedProcess(WorkerProcess):
-    """A worker that answers when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__(Setting(source=Source(), device="cpu", log=Path("log")))
-        self.future: Future[Any] = Future()
-        self.limit_s: float | None = 0.0
-        self.stopped = False
-
-    def begin(self, limit_s: float | None, function: Callable[..., Any], *_: Any, **__: Any) -> Pending[Any]:  # noqa: ARG002
-        self.limit_s = limit_s
-        return Pending(self, self.future, limit_s, 0)
-
-    def stop(self) -> None:
-        self.stopped = True
 
 
 class Clock:
@@ -53,19 +34,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def compiled_in(startup_s: float) -> Measurement:
-    figures: dict[str, Any] = {
-        "peak_allocated_mib": 1.0,
-        "peak_reserved_mib": 1.0,
-        "warmup_s": 0.0,
-        "startup_s": startup_s,
-    }
-    return Measurement(samples_per_step=1, step_ms=(1.0,), losses=(1.0,), warmup_steps=1, **figures)
-
-
-def graph(limit_s: float = 1000.0) -> tuple[BackgroundGraph, ScriptedProcess]:
-    process = ScriptedProcess()
-    return BackgroundGraph(process, Policy(compile="default"), 1, limit_s), process
+def graph(limit_s: float = 1000.0) -> tuple[BackgroundGraph, Mock, Future[Any]]:
+    """It compiles in a worker that answers when it is told to."""
+    process, future = Mock(), Future[Any]()
+    process.begin = Mock(side_effect=lambda limit_s, *_: Pending(process, future, limit_s, 0))
+    return BackgroundGraph(process, Policy(compile="default"), 1, limit_s), process, future
 
 
 BROKEN = Failure(kind="error", message="no compiler")
@@ -74,9 +47,9 @@ BROKEN = Failure(kind="error", message="no compiler")
 @pytest.mark.parametrize(
     ("outcome", "pauses_ago", "result"),
     [
-        (compiled_in(30.0), [], 30.0),
-        (compiled_in(30.0), [(20.0, 18.0), (10.0, 9.5)], 27.5),
-        (compiled_in(30.0), [(40.0, 38.0)], 30.0),  # before it compiled: the worker imports and builds then
+        (took(startup_s=30.0), [], 30.0),
+        (took(startup_s=30.0), [(20.0, 18.0), (10.0, 9.5)], 27.5),
+        (took(startup_s=30.0), [(40.0, 38.0)], 30.0),  # before it compiled: the worker imports and builds then
         (BROKEN, [(2.0, 1.0)], BROKEN),
         (None, [], 0.0),  # there was nothing to compile
     ],
@@ -84,16 +57,16 @@ BROKEN = Failure(kind="error", message="no compiler")
 def test_pauses_do_not_count_for_what_compiling_took(
     clock: Clock, outcome: Outcome | None, pauses_ago: list[tuple[float, float]], result: float | Failure
 ) -> None:
-    one, process = graph()
+    one, process, future = graph()
     assert one.result() is None
-    assert process.limit_s is None  # the graph itself keeps it
+    assert process.begin.call_args.args[0] is None  # the graph itself keeps its limit
     one.pauses += [Pause(from_s=clock.now_s - a, until_s=clock.now_s - b) for a, b in pauses_ago]
-    process.future.set_result(outcome)
+    future.set_result(outcome)
     assert one.result() == result
 
 
 def test_pauses_do_not_count_for_the_limit(clock: Clock) -> None:
-    one, process = graph(limit_s=50.0)
+    one, process, _ = graph(limit_s=50.0)
     one.pauses.append(Pause(from_s=clock.now_s + 10, until_s=clock.now_s + 15))
     clock.now_s += 54
     assert one.result() is None
@@ -101,7 +74,7 @@ def test_pauses_do_not_count_for_the_limit(clock: Clock) -> None:
     failure = one.result()
     assert isinstance(failure, Failure)
     assert failure.message.startswith("no answer within 50 s: ")
-    assert process.stopped
+    process.stop.assert_called()
 
 
 def test_waiting_ends_when_a_graph_is_past_its_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

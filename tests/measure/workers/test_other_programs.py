@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import misbehaving
 import psutil
 import pytest
 
@@ -18,26 +19,6 @@ from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK
 
 BUSY = "while True: pass"
-THREADS = """
-import torch
-from torch import nn
-import amptune
-
-torch.set_num_threads(2)
-
-def loss(model, batch):
-    print("threads:", torch.get_num_threads(), flush=True)
-    return model(batch).mean()
-
-def workload():
-    return amptune.Workload(
-        model=lambda: nn.Linear(4, 4),
-        batch=lambda n: torch.randn(n, 4),
-        loss=loss,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
-        batch_size=2,
-    )
-"""
 
 
 def counted_by(watch: OtherPrograms) -> float:
@@ -64,13 +45,22 @@ def test_a_process_that_ran_before_is_another_program_and_one_that_one_starts_is
 
 
 @pytest.mark.parametrize(
-    ("others_s", "passed_s", "busy"), [(9.4, 10.0, 1), (6.0, 10.0, 1), (4.0, 10.0, 0), (-3.0, 10.0, 0), (0.3, 0.3, 0)]
+    ("before_s", "after_s", "passed_s", "busy"),
+    [
+        (100.0, 109.4, 10.0, 1),
+        (100.0, 106.0, 10.0, 1),
+        (100.0, 104.0, 10.0, 0),
+        (100.0, 97.0, 10.0, 0),
+        (100.0, 100.3, 0.3, 0),
+        (None, 5e6, 10.0, 0),  # a system that does not count
+        (5.0, None, 10.0, 0),
+    ],
 )
 def test_a_core_is_busy_if_it_is_so_for_more_than_half_of_the_time(
-    others_s: float, passed_s: float, busy: int, monkeypatch: pytest.MonkeyPatch
+    before_s: float | None, after_s: float | None, passed_s: float, busy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times = iter([100.0, 100.0 + others_s])
-    monkeypatch.setattr(OtherPrograms, "_seconds", lambda self: next(times))  # noqa: ARG005
+    times = iter([before_s, after_s])
+    monkeypatch.setattr(OtherPrograms, "_seconds", lambda _: next(times))
     monkeypatch.setattr(other_programs, "cores", lambda: 2)
     watch = OtherPrograms()
     watch._began_s -= passed_s
@@ -89,21 +79,13 @@ def test_as_many_threads_as_find_a_core_of_their_own(
     assert OtherPrograms().threads_beside(usual) == left
 
 
-@pytest.mark.parametrize("fails_at", [0, 1])
-def test_a_system_that_does_not_count_has_no_other_programs(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = iter([None, 5e6] if fails_at == 0 else [5.0, None])
-    monkeypatch.setattr(OtherPrograms, "_seconds", lambda self: next(counts))  # noqa: ARG005
-    monkeypatch.setattr(other_programs, "SHORTEST_WATCH_S", 0.0)
-    assert OtherPrograms().busy_cores() == 0
-
-
 def test_workers_leave_out_the_threads_that_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run, and those that start later."""
     monkeypatch.setattr(OtherPrograms, "threads_beside", lambda self, usual: 1)  # noqa: ARG005
-    script, log = tmp_path / "train.py", tmp_path / "log"
-    script.write_text(THREADS)
+    monkeypatch.setenv("THREADS", "2")
+    log = tmp_path / "log"
     effort = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=1, time_limit_s=240.0)
-    with WorkerEvaluator(Source(target=f"{script}:workload"), "cpu", log) as evaluator:
+    with WorkerEvaluator(Source(target=f"{misbehaving.__file__}:workload"), "cpu", log) as evaluator:
         prepared = evaluator.prepare(240.0)
         printed = len(log.read_text())
         assert isinstance(evaluator.measure(STOCK, effort), Measurement)

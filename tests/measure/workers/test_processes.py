@@ -13,20 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import asking
+import misbehaving
 import psutil
 import pytest
 import torch
 from pebble.common.types import CONSTS
 
-from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.results.outcome import Effort, Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers import processes
 from amptune.measure.workers.processes import WorkerProcess, stop_all
 from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
 from amptune.measure.workers.worker import prepare
-from amptune.policy.settings import STOCK
 
 LIMIT_S = 240.0  # a minute on a slow and busy machine is nothing; the whole test has 300 s
 FORKED = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
@@ -87,53 +85,18 @@ def test_a_worker_has_the_environment_of_the_moment_the_scripts_arguments_and_th
     source = Source(target="/a/train.py:workload", arguments=("--lr", "0.1"))
     one = WorkerProcess(Setting(source=source, device="cpu", log=tmp_path / "workers.log"))
     monkeypatch.setenv("AMPTUNE_ASKED", "now")
-    assert one.call(LIMIT_S, asking.environment, "AMPTUNE_ASKED") == "now"
+    assert one.call(LIMIT_S, os.getenv, "AMPTUNE_ASKED") == "now"
     assert one.call(LIMIT_S, asking.argv) == ["/a/train.py", "--lr", "0.1"]
-    assert one.call(LIMIT_S, asking.start_method) == multiprocessing.get_start_method()
+    assert one.call(LIMIT_S, multiprocessing.get_start_method) == multiprocessing.get_start_method()
     stop_all([one])
 
 
-LOADER_OF_A_LAMBDA = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-from amptune import Workload
-
-workload = Workload(
-    model=lambda: nn.Linear(2, 1), batch=lambda n: torch.randn(n, 2), batch_size=4,
-    loss=lambda model, batch: model(batch).mean(), optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1),
-    loader=lambda n: DataLoader(torch.randn(400, 2), n, num_workers=1, collate_fn=lambda rows: torch.stack(rows)))
-"""
-
-
-DRAWN_AT_IMPORT = """
-import torch
-from torch import nn
-from amptune import Workload
-
-data = torch.randn(8, 2)
-workload = Workload(model=nn.Linear(2, 1), batch=lambda n: data[:n].clone(), batch_size=8,
-                    loss=lambda model, batch: model(batch).mean(),
-                    optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.1))
-"""
-
-
 def test_what_a_script_draws_while_it_is_imported_is_the_same_in_every_process(tmp_path: Path) -> None:
-    (tmp_path / "drawn.py").write_text(DRAWN_AT_IMPORT)
-    workers = [worker(tmp_path, f"{tmp_path / 'drawn.py'}:workload") for _ in range(2)]
+    workers = [worker(tmp_path, f"{misbehaving.__file__}:drawn_at_import") for _ in range(2)]
     one, other = (each.call(LIMIT_S, asking.drawn) for each in workers)
     stop_all(workers)
     assert isinstance(one, tuple)
     assert one == other
-
-
-@pytest.mark.skipif(multiprocessing.get_start_method() != "fork", reason="a lambda travels where processes are forked")
-def test_a_loader_that_only_forked_processes_can_run_is_run(tmp_path: Path) -> None:
-    script = tmp_path / "lambdas.py"
-    script.write_text(LOADER_OF_A_LAMBDA)
-    with WorkerEvaluator(Source(target=f"{script}:workload"), "cpu", tmp_path / "log") as evaluator:
-        outcome = evaluator.measure(STOCK, Effort(warmup_s=0.0, measure_s=0.0, time_limit_s=LIMIT_S, in_loop=True))
-    assert isinstance(outcome, Measurement), outcome
 
 
 def test_a_workers_start_is_timed_and_its_trials_look_for_no_garbage_in_all_that_was_imported(tmp_path: Path) -> None:

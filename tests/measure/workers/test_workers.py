@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ import psutil
 import pytest
 from alike import trained_alike
 
-from amptune.errors import NothingFeasibleError, TargetError, UserCodeError
+from amptune.errors import TargetError, UserCodeError
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement
 from amptune.measure.results.training_runs import LossCurve
@@ -23,13 +22,13 @@ from amptune.policy.settings import STOCK, Policy
 # Of all that must succeed, on a slow and busy machine too; a whole test has 300 s.
 LIMIT_S = 240.0
 QUICK = Effort(warmup_s=0.1, measure_s=0.02, min_steps=3, time_limit_s=LIMIT_S)
-HERE = Path(__file__).parent
+TARGET = Path(how.__file__)
 
 
 @pytest.fixture(scope="module")
 def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerEvaluator]:
     log = tmp_path_factory.mktemp("workers") / "workers.log"
-    source = Source(target=f"{HERE / 'misbehaving.py'}:workload")
+    source = Source(target=f"{TARGET}:workload")
     with WorkerEvaluator(source, "cpu", log) as evaluator:
         evaluator.prepare(LIMIT_S)
         yield evaluator
@@ -51,8 +50,6 @@ def test_a_policy_is_timed_trained_long_and_looped(evaluator: WorkerEvaluator) -
     outcome = measured(evaluator, Policy(accumulate=3))
     assert outcome.samples_per_step == how.WELL  # a step of the user's own counts the one batch it is given
     assert len(outcome.step_ms) >= QUICK.min_steps
-    assert all(ms > 0 for ms in outcome.step_ms)
-    assert outcome.samples_per_s == pytest.approx(1000 * how.WELL / outcome.mean_ms)
     assert outcome.peak_allocated_mib > 10
     curve = evaluator.train_long(STOCK, 5, seed=0, seconds=LIMIT_S)
     assert isinstance(curve, LossCurve), curve
@@ -92,10 +89,9 @@ def test_the_users_exception_has_its_place_and_its_prints_and_traceback_are_in_t
 ) -> None:
     failure = failed(evaluator, how.RAISES)
     assert failure.exception == "KeyError"
-    assert failure.where is not None
-    assert failure.where.startswith(str(HERE / "misbehaving.py"))
+    assert str(failure.where).startswith(str(TARGET))
     log = evaluator.log.read_text()
-    assert 'raise KeyError("the user\'s own mistake")' in log
+    assert 'KeyError: "the user\'s own mistake"' in log
     assert "the user prints in every step" in log
     assert "the user prints" not in capfd.readouterr().out
 
@@ -109,32 +105,22 @@ def test_a_worker_that_hangs_is_ended_at_its_time_limit(evaluator: WorkerEvaluat
     measured(evaluator, STOCK)
 
 
-@pytest.mark.slow
-def test_a_worker_that_hangs_says_what_the_users_code_was_doing(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep({LIMIT_S})\n")
-    with WorkerEvaluator(Source(target=f"{tmp_path / 'slow.py'}:workload"), "cpu", tmp_path / "workers.log") as hanging:
-        process = hanging._worker(STOCK)
-        assert isinstance(process.call(LIMIT_S, os.getpid), int)
-        with pytest.raises(NothingFeasibleError, match=r"no answer within 15 s: importing slow.py for \d+ s"):
-            hanging.prepare(15.0)
-
-
-def test_each_cudnn_benchmark_setting_has_a_process_of_its_own(evaluator: WorkerEvaluator) -> None:
-    evaluator.launch(())  # whatever ran before
-    for policy in (STOCK, Policy(cudnn_benchmark=True), Policy(fp32_math="ieee")):
-        measured(evaluator, policy)
-    assert len(pids(evaluator)) == 2
-
-
-def test_each_launch_gives_every_policy_a_fresh_process_of_its_own(evaluator: WorkerEvaluator) -> None:
+def test_each_launch_gives_every_policy_a_fresh_process_and_each_cudnn_benchmark_setting_has_its_own(
+    evaluator: WorkerEvaluator,
+) -> None:
     policies = (STOCK, Policy(fp32_math="ieee"))
     evaluator.launch(policies)
     first = pids(evaluator)
     measured(evaluator, STOCK)
     assert pids(evaluator) == first
     evaluator.launch(policies)
+    evaluator.launch(policies)
     assert len(first) == len(pids(evaluator)) == 2
     assert not first & pids(evaluator)
+    evaluator.launch(())
+    for policy in (*policies, Policy(cudnn_benchmark=True)):
+        measured(evaluator, policy)
+    assert len(pids(evaluator)) == 2
 
 
 def test_workers_for_which_there_is_no_memory_take_turns(
@@ -153,22 +139,6 @@ def test_a_policy_out_of_memory_is_tried_again_without_the_idle_workers(evaluato
     failure = failed(evaluator, how.OUT_OF_MEMORY)
     assert failure.kind == "oom"
     assert sum(worker.runs for worker in evaluator._workers.values()) == 1
-
-
-WRONG = """
-import torch
-from torch import nn
-from amptune import Workload
-
-def of(**parts):
-    given = dict(model=lambda: nn.Linear(2, 1), batch=lambda n: torch.randn(n, 2),
-                 loss=lambda model, batch: model(batch).mean(), optimizer=lambda m: torch.optim.SGD(m.parameters()))
-    return Workload(**{**given, **parts})
-
-no_parameters = of(model=nn.ReLU)
-no_module = of(model=lambda: 3)
-raises = of(model=lambda: 1 / 0)
-"""
 
 
 def test_what_compiles_goes_on_while_others_are_started_and_measured(evaluator: WorkerEvaluator) -> None:
@@ -201,41 +171,21 @@ def test_what_compiles_stands_still_while_others_are_timed_and_goes_on(evaluator
     [
         ("no_parameters", TargetError, "no parameters that require a gradient"),
         ("no_module", TargetError, "model() returned int, not a torch.nn.Module"),
-        ("raises", UserCodeError, "model() raised ZeroDivisionError"),
+        ("not_built", UserCodeError, "model() raised ZeroDivisionError"),
     ],
 )
 def test_a_workload_that_cannot_be_built_says_why(tmp_path: Path, name: str, kind: type, words: str) -> None:
-    script = tmp_path / "wrong.py"
-    script.write_text(WRONG)
-    with WorkerEvaluator(Source(target=f"{script}:{name}"), "cpu", tmp_path / "log") as evaluator:
+    with WorkerEvaluator(Source(target=f"{TARGET}:{name}"), "cpu", tmp_path / "log") as evaluator:
         with pytest.raises(kind) as caught:
             evaluator.prepare(LIMIT_S)
         assert words in str(caught.value)
 
 
-BUILDS_ONCE = """
-from pathlib import Path
-from typing import ClassVar
-import torch
-from torch import nn
-from amptune import Workload
-
-def model():
-    built = Path(__file__).with_suffix(".built")
-    if built.exists():
-        raise RuntimeError("the second build fails")
-    built.touch()
-    return nn.Linear(2, 1)
-
-once = Workload(model=model, batch=lambda n: torch.randn(n, 2), loss=lambda model, batch: model(batch).mean(),
-                optimizer=lambda model: torch.optim.SGD(model.parameters()))
-"""
-
-
-def test_a_workload_that_cannot_be_built_a_second_time_costs_a_trial(tmp_path: Path) -> None:
-    script = tmp_path / "once.py"
-    script.write_text(BUILDS_ONCE)
-    with WorkerEvaluator(Source(target=f"{script}:once"), "cpu", tmp_path / "log") as evaluator:
+def test_a_workload_that_cannot_be_built_a_second_time_costs_a_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTES", str(tmp_path))
+    with WorkerEvaluator(Source(target=f"{TARGET}:once"), "cpu", tmp_path / "log") as evaluator:
         evaluator.prepare(LIMIT_S)
         failure = evaluator.measure(Policy(cudnn_benchmark=True), QUICK)
         assert isinstance(failure, Failure)
