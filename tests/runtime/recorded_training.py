@@ -16,14 +16,6 @@ from amptune.runtime.graphs.graphed_model import GraphedModel
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
 
-class Passing(torch.autograd.Function):
-    """Gives its input on, for a backward pass that does something."""
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-
 class Net(nn.Module):
     """Counts how often its own forward runs."""
 
@@ -98,28 +90,6 @@ def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
     return loss.detach()
 
 
-def zeroed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    optimizer.zero_grad(set_to_none=False)
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def two_views(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    """The second forward pass comes before the backward pass of the first."""
-    optimizer.zero_grad()
-    loss = (model(x) - model(x.flip(3) * 2)).square().mean() + model(x).mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def forward_in_vain(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    model(x)
-    return plain_step(model, optimizer, x)
-
-
 def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -> tuple[list[float], dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = [float(step(called, optimizer, batch(seed, size))) for seed, size in enumerate(sizes)]
@@ -140,21 +110,14 @@ def require_same_training(
     return called
 
 
-def require_same_gradients(make: Callable[[], nn.Module], backward: Callable[[Any, int], None]) -> Any:
+def require_same_gradients(make: Callable[[], nn.Module], input_of: Callable[[int], Any] = batch) -> Any:
     """Four backward passes with and without recording, whose gradients are summed; gives what was recorded."""
-    plain = built(make)
-    for seed in range(4):
-        backward(plain, seed)
-    called = graphed(built(make))
-    for seed in range(4):
-        backward(called, seed)
+    ends = []
+    for wrap in (lambda one: one, graphed):
+        ends.append(wrap(built(make)))
+        for seed in range(4):
+            ends[-1](input_of(seed)).float().square().mean().backward()
+    plain, called = ends
     for own, other in zip(called.parameters(), plain.parameters(), strict=True):
-        if own.grad is None or other.grad is None:
-            assert own.grad is other.grad
-        else:
-            assert torch.equal(own.grad, other.grad)
+        assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
     return called
-
-
-def backward_of_squares(called: Any, seed: int) -> None:
-    called(batch(seed)).float().square().mean().backward()
