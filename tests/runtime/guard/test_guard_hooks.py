@@ -12,11 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch._dynamo
-from loops import FP16, Loop, Net, codes, images, loss_of, run, sgd, train
+from loops import FP16, Loop, Net, codes, loss_of, run, sgd, train
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-import amptune
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.guard import step_watch
@@ -81,17 +80,6 @@ def test_all_hooks_go_after_the_first_steps(loop: Loop, policy: Policy) -> None:
         loop(tuned, model)
         gc.collect()
         assert (hooks_for(model), tuned.guard, guard()) == ((0, 0), None, None)
-
-
-def test_what_was_found_stays_and_nobody_watches_any_more() -> None:
-    model = Net()
-    tuned = apply(BF16, model)
-    with tuned.autocast(), pytest.warns(amptune.PolicyMisuseWarning, match="inside autocast"):
-        tuned.model(images()).sum().backward()
-    train(tuned, sgd(model), WATCHED_STEPS)
-    with tuned.autocast():
-        tuned.model(images()).sum().backward()
-    assert codes(tuned) == ["backward-inside-autocast"]
 
 
 def test_a_model_that_is_dropped_is_freed_and_the_next_guard_clears_up() -> None:
