@@ -38,9 +38,11 @@ def built(tuned: Tuned, model: nn.Module) -> tuple[torch.optim.Optimizer, torch.
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
 
 
-def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> tuple[list[torch.Tensor], Net, Any]:
-    model = net()
-    losses = []
+Trained = tuple[list[torch.Tensor], Net, Any]
+
+
+def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> Trained:
+    model, losses = net(), []
     with apply(policy, model) as tuned:
         optimizer, schedule = built(tuned, model)
         for i, batch in enumerate(data):
@@ -60,14 +62,17 @@ def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> tu
         return losses, model, (optimizer.state_dict(), tuned.scaler.state_dict())
 
 
-def in_one_call(policy: Policy, data: Sequence[Batch], clip: float | None) -> tuple[list[torch.Tensor], Net, Any]:
-    model = net()
-    losses = []
+def in_one_call(policy: Policy, data: Sequence[Batch], clip: float | None) -> Trained:
+    model, losses = net(), []
     with apply(policy, model) as tuned:
         optimizer, schedule = built(tuned, model)
         train = tuned.training_step(loss_of, optimizer, clip)
-        for batch in data:
+        assert not train.has_updated
+        for i, batch in enumerate(data):
             losses.append(train(batch))
+            assert not losses[-1].requires_grad
+            assert train.has_updated == ((i + 1) % policy.accumulate == 0)
+            assert train.has_updated == all(weight.grad is None for weight in model.parameters())
             if train.has_updated:
                 schedule.step()
         return losses, model, (optimizer.state_dict(), tuned.scaler.state_dict())
@@ -83,24 +88,6 @@ def test_one_call_is_the_readmes_loop_to_the_last_bit(policy: Policy, clip: floa
     assert all(map(torch.equal, losses, expected))
     assert same_weights(model, plain)
     torch.testing.assert_close(own_states, states, rtol=0, atol=0, equal_nan=True)
-
-
-def test_the_loss_comes_back_as_the_function_gave_it() -> None:
-    model = net()
-    with apply(Policy(autocast="fp16", accumulate=2), model) as tuned:
-        train = tuned.training_step(loss_of, tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
-        first, second = batches(2)
-        with torch.no_grad(), tuned.autocast():
-            expected = loss_of(model, first)
-        assert not train.has_updated
-        loss = train(first)
-        assert torch.equal(loss, expected)
-        assert not loss.requires_grad
-        assert not train.has_updated
-        assert all(weight.grad is not None for weight in model.parameters())
-        train(second)
-        assert train.has_updated
-        assert all(weight.grad is None for weight in model.parameters())
 
 
 def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
@@ -120,7 +107,6 @@ def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
     tuned = apply(Policy(autocast="bf16"), model)
     train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
     tuned.undo()
-    model.head_dtypes.clear()
     train(batches(1)[0])
     assert model.head_dtypes == {torch.float32}
 
@@ -166,13 +152,11 @@ def test_ranks_exchange_gradients_once_a_step(tmp_path: Path) -> None:
 
 
 def test_the_batch_comes_in_the_policys_memory_format() -> None:
-    model = nn.Conv2d(3, 2, 3)
-    seen = []
+    model, seen = nn.Conv2d(3, 2, 3), list[bool]()
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
         seen.append(batch.is_contiguous(memory_format=torch.channels_last))
-        out: torch.Tensor = model(batch).square().mean()
-        return out
+        return model(batch).square().mean()
 
     with apply(Policy(memory_format="channels_last"), model) as tuned:
         tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(2, 3, 8, 8))
