@@ -164,16 +164,14 @@ def test_the_file_beside_a_policy_that_has_no_file_is_an_error_and_a_path_is_non
     assert loaded(folder)
 
 
-def test_graphs_with_autocast_are_cached_until_the_policy_is_undone(
-    net: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_with_autocast_are_cached_until_the_policy_is_undone(net: nn.Module) -> None:
     from torch._inductor import config
 
     enter, leave = (f"torch.amp.autocast_mode._{name}_autocast" for name in ("enter", "exit"))
-    monkeypatch.setattr(config, "unsafe_marked_cacheable_functions", {leave: "the user's"})
-    with apply(COMPILED, net):
-        assert {*config.unsafe_marked_cacheable_functions} == {enter, leave}
-    assert config.unsafe_marked_cacheable_functions == {leave: "the user's"}
+    with config.patch(unsafe_marked_cacheable_functions={leave: "the user's"}):
+        with apply(COMPILED, net):
+            assert {*config.unsafe_marked_cacheable_functions} == {enter, leave}
+        assert config.unsafe_marked_cacheable_functions == {leave: "the user's"}
 
 
 def test_no_shared_object_is_written_outside_the_cache_or_over_another(folder: Path, net: nn.Module) -> None:

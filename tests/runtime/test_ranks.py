@@ -122,13 +122,10 @@ def test_the_weight_of_a_rank_is_its_share_of_all_samples(seen: list[dict[str, o
         assert "some ranks' policies have a batch_size and others leave it out" in str(one["some sizes"])
 
 
-def test_outside_a_job_a_rank_counts_once() -> None:
-    assert apply(Policy(batch_size=4), net()).rank_weight == 1.0
-
-
 def test_a_policy_knows_where_it_was_read(tmp_path: Path) -> None:
     file, profile = tmp_path / "policy.yaml", tmp_path / "cluster.yaml"
     save(BF16, file)
     save(Profile(entries=(Entry(match={}, policy=PolicyFile(policy=BF16)),)), profile)
+    assert apply(Policy(batch_size=4), net()).rank_weight == 1.0  # outside a job it counts once
     assert load(file).origin == str(file)
     assert load(profile).origin == f"{profile}, entry 0"
