@@ -20,7 +20,6 @@ from recorded_training import (
     graphed,
     in_bf16,
     plain_step,
-    require_same_training,
     said,
     trained,
 )
@@ -191,22 +190,6 @@ def test_more_memory_for_a_comparison_than_there_is_ends_the_recording_and_not_t
     assert len(called.recordings) == 0
 
 
-def test_the_memory_of_a_recording_is_free_when_the_model_runs_in_its_place() -> None:
-    def full(_: Any, out: torch.Tensor, factor: float) -> torch.Tensor:
-        if factor == 3 and kept() is not None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return out
-
-    model: Any = built(deep(full))
-    called: Any = graphed(model)
-    kept: Any = lambda: None  # noqa: E731
-    trained(model, called, plain_step, [4] * 4)
-    kept = weakref.ref(called.recordings._recorded[0])
-    set_factor(model, 3.0)
-    trained(model, called, plain_step, [4])
-    assert "leaves no memory to compare it in" in said[0].message
-
-
 def does_more(own: Any, out: Any, _: float) -> Any:
     return own.config["head"].get("does", lambda _, out: out)(own.config["head"], out)
 
@@ -346,28 +329,6 @@ def test_a_difference_that_rounding_explains_is_no_reason_to_reject_a_policy() -
     clock: Any = Counted()
     price_of_checks(clock, called.recordings, step, 0.0)
     assert len(steps) == 3
-    assert not said
-
-
-def test_what_has_nothing_to_compare_is_no_obstacle() -> None:
-    """Such as a lock or a weak reference; properties are not read. A buffer that is expanded is put back."""
-
-    class Holding(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            key = torch.ones(2)
-            self.held = {"of": [threading.RLock(), weakref.proxy(self), {key: key}]}
-            self.scale = nn.Buffer(torch.ones(1).expand(4))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            self.scale[:1].mul_(0.5)
-            return super().forward(x) * self.scale
-
-        @property
-        def of_all(self) -> Any:
-            raise AssertionError
-
-    assert len(require_same_training(Holding).recordings) == 1
     assert not said
 
 

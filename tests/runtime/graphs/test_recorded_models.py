@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from recorded_training import Net, batch, built, forget, graphed, require_same_gradients, require_same_training, said
+from recorded_training import Net, forget, require_same_gradients, require_same_training, said
 from torch import nn
 
 from amptune.runtime.graphs.dispatch import NOT_RECORDED
@@ -97,52 +97,5 @@ def test_weights_are_trained_wherever_they_are_kept(make: Callable[[], nn.Module
     assert len(called.recordings) == (0 if reason else 1)
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        x, y = given
-        out = self.linear(x) if x is y else self.linear(x) * y
-        return out if x.is_contiguous() else out * 2
-
-
-@pytest.mark.parametrize("kind", range(4), ids=["twice", "two", "transposed", "expanded"])
-def test_inputs_come_in_as_they_are_given(kind: int) -> None:
-    def inputs(seed: int) -> Any:
-        x, y = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(seed))
-        return ((x, x), (x, y), (x.t(), y), (x[:1].expand(8, 8), y))[kind]
-
-    assert len(require_same_gradients(TwoInputs, inputs).recordings) == 1
-    assert not said
-
-
 def test_a_lazy_model_is_recorded_once_it_is_built() -> None:
     require_same_gradients(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4))).recordings.require_some()
-
-
-@dataclass(frozen=True)
-class Answer:
-    logits: torch.Tensor
-    others: list[torch.Tensor]
-    scale: float = 0.5
-
-
-@pytest.mark.parametrize("more", [False, True])
-def test_outputs_in_a_dataclass_come_back_in_one_unless_it_has_more_than_its_fields(*, more: bool) -> None:
-    class Answering(Net):
-        def forward(self, x: torch.Tensor) -> Any:
-            logits = super().forward(x)
-            answer = Answer(logits, [logits.detach().mean()])
-            vars(answer).update({"kept": "more"} if more else {})
-            return answer
-
-    called = graphed(built(Answering))
-    for seed in range(4):
-        answer = called(batch(seed))
-        assert (type(answer), answer.scale, "kept" in vars(answer)) == (Answer, 0.5, more)
-        assert torch.equal(answer.others[0], answer.logits.mean())
-        answer.logits.square().mean().backward()
-    assert len(called.recordings) == 1 - more
-    assert more == any("returns a Answer, whose contents are not known" in finding.message for finding in said)

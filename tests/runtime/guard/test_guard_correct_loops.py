@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benches import step_of
 from loops import FP16, Loop, codes, finish, loss_of, repeated, run, sgd, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -20,32 +21,29 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model.get_submodule("stem"), model.get_submodule("head")
 
 
-def scaled_backward(tuned: Tuned) -> None:
-    tuned.scaler.scale(loss_of(tuned)).backward()
+def scaled_backward(tuned: Tuned, factor: Any = 1.0) -> list[Any]:
+    """The gradients."""
+    tuned.scaler.scale(loss_of(tuned) * factor).backward()
+    return [parameter.grad for parameter in tuned.model.parameters()]
 
 
 def plain(tuned: Tuned, model: nn.Module) -> None:
     train(tuned, tuned.optimizer(sgd(model)), steps=25)
 
 
-@repeated
-def written_to_while_scaled(tuned: Tuned, optimizer: Any) -> None:
+def written_to_while_scaled(tuned: Tuned, _: Any, optimizer: Any, __: Any) -> None:
     """By an average over micro-batches, by a mask, and by asking for the norm alone."""
-    for _ in range(16):
-        scaled_backward(tuned)
+    for _step in range(16):
+        gradients = scaled_backward(tuned)
     clip_grad_norm_(tuned.model.parameters(), float("inf"))
-    gradients: list[Any] = [parameter.grad for parameter in tuned.model.parameters()]
     for gradient in gradients:
         gradient /= 16
     parts(tuned.model)[0].zero_grad(set_to_none=False)
     finish(tuned, optimizer)
 
 
-@repeated
-def unscaled_by_the_scale(tuned: Tuned, optimizer: Any) -> None:
-    scaled_backward(tuned)
-    gradients: list[Any] = [parameter.grad for parameter in tuned.model.parameters()]
-    for gradient in gradients:
+def unscaled_by_the_scale(tuned: Tuned, _: Any, optimizer: Any, __: Any) -> None:
+    for gradient in scaled_backward(tuned):
         gradient /= tuned.scaler.get_scale()
     clip_grad_norm_(tuned.model.parameters(), 1.0)
     optimizer.step()
@@ -120,18 +118,6 @@ def a_scaler_of_ones_own(tuned: Tuned, model: nn.Module) -> None:
         optimizer.zero_grad()
 
 
-def gradients_set_by_hand(tuned: Tuned, model: nn.Module) -> None:
-    optimizer = sgd(model)
-    for step in range(2 * STEPS):
-        if step % 2:
-            train(tuned, optimizer)
-        gradients = torch.autograd.grad(tuned.scaler.scale(loss_of(tuned)), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
-        tuned.scaler.step(optimizer)
-        tuned.scaler.update()
-
-
 def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
     optimizer, bias, loss = sgd(model), model.get_parameter("head.bias"), loss_of(tuned)
     loss.register_hook(lambda _: 1 / 0)
@@ -146,23 +132,21 @@ def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
 
 
 def an_overflow_that_is_mended(tuned: Tuned, model: nn.Module) -> None:
-    optimizer, bias = sgd(model), model.get_parameter("head.bias")
+    optimizer = sgd(model)
     for factor in (1.0, float("inf"), 1.0):
-        tuned.scaler.scale(loss_of(tuned) + factor * bias.sum()).backward()
-        gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
-        for gradient in gradients:
-            gradient.nan_to_num_(posinf=0.0, neginf=0.0)
+        for gradient in scaled_backward(tuned, factor):
+            gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         finish(tuned, optimizer)
 
 
 def lbfgs(tuned: Tuned, model: nn.Module) -> None:
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
 
-    def closure() -> torch.Tensor:
+    def closure() -> Any:
         optimizer.zero_grad()
         loss = loss_of(tuned)
         loss.backward()
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     for _ in range(STEPS):
         tuned.scaler.step(optimizer, closure)
@@ -171,9 +155,11 @@ def lbfgs(tuned: Tuned, model: nn.Module) -> None:
 
 BF16, FUSED = Policy(autocast="bf16"), Policy(autocast="fp16", fused_optimizer=True)
 LOOPS: list[Loop] = [
-    *(plain, written_to_while_scaled, unscaled_by_the_scale, several_optimizers, a_second_loss_that_needs_no_scale),
-    *(under(Sharpness), under(Counting), a_scaler_of_ones_own),
-    *(gradients_set_by_hand, a_backward_that_raised, an_overflow_that_is_mended),
+    *(plain, several_optimizers, a_second_loss_that_needs_no_scale, under(Sharpness), under(Counting)),
+    *(a_scaler_of_ones_own, a_backward_that_raised, an_overflow_that_is_mended),
+    *map(repeated, (written_to_while_scaled, unscaled_by_the_scale)),
+    repeated(step_of("first second unscale clip scaler-step update zero")),
+    repeated(step_of("backward scaler-step update own-gradients scaler-step update zero")),
 ]
 CASES = [(loop, policy) for loop in LOOPS for policy in (FP16, BF16, Policy(), FUSED)]
 CASES += [(loop, policy) for loop in (lbfgs, under(Anything)) for policy in (BF16, Policy())]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import pickle
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -234,29 +231,6 @@ def test_a_group_that_is_added_later_gets_masters_too() -> None:
         assert optimizer.state[model.get_parameter("4.weight")]["exp_avg"].dtype is torch.float32
 
 
-def test_one_optimizer_trains_several_models() -> None:
-    def losses_of(optimizers: int) -> list[float]:
-        models = [net(), net(seed=1)]
-        with apply(O2, models[0], guard=False) as tuned, apply(O2, models[1], guard=False) as other:
-            both = [p for model in models for p in model.parameters()]
-            held = [both] if optimizers == 1 else [list(model.parameters()) for model in models]
-            served = [other.optimizer(tuned.optimizer(adamw(parameters))) for parameters in held]
-            losses = []
-            for x, y in batches(6):
-                loss = loss_of(models[0], (x, y)) + loss_of(models[1], (x, y))
-                loss.backward()
-                for optimizer in served:
-                    optimizer.step()
-                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                    optimizer.zero_grad()
-                losses.append(loss.item())
-            assert [id(p) for o in served for p in o.param_groups[0]["params"]] == [id(p) for p in both]
-            assert {id(p) for o in served for p in o.state} == {id(p) for p in both}
-        return losses
-
-    assert losses_of(optimizers=1) == losses_of(optimizers=2)
-
-
 def test_what_is_written_to_weights_and_to_a_state_dict_counts(applied: tuple[nn.Sequential, Tuned]) -> None:
     """As critics clip their weights, and averages of weights are kept in a copy of the model, by its state_dict()."""
     model, tuned = applied
@@ -322,19 +296,6 @@ def test_a_step_that_raises_half_way_leaves_weights_that_are_their_masters_round
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
 
 
-def test_a_fused_optimizer_updates_masters_and_skips_what_overflows() -> None:
-    losses = {}
-    for fused in (False, True):
-        model = net()
-        policy = replace(O2, fused_optimizer=fused, loss_scale=LossScale(init=2.0**30))
-        with apply(policy, model) as tuned:
-            optimizer = tuned.optimizer(adamw(model.parameters()))
-            assert optimizer.param_groups[0]["fused"] is (fused or None)
-            losses[fused] = train(tuned, optimizer, batches())
-            assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
-    assert losses[True] == pytest.approx(losses[False], rel=1e-3)
-
-
 # --- checkpoints -------------------------------------------------------------------------------------------------
 
 
@@ -359,15 +320,6 @@ def test_a_checkpoint_cannot_replace_the_weights(applied: tuple[nn.Sequential, T
     model, _ = applied
     with pytest.raises(PolicyApplyError, match=r"^load_state_dict\(assign=True\) would replace the half weights"):
         model.load_state_dict(net().state_dict(), assign=True)
-
-
-def test_copies_and_pickles_have_weights_of_their_own(applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, _ = applied
-    before, other = state(model), state(net(seed=1))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin.load_state_dict(other)
-        assert same(state(twin), other)
-        assert same(state(model), before)
 
 
 def test_a_state_that_was_loaded_too_early_is_refused(applied: tuple[nn.Sequential, Tuned]) -> None:
@@ -492,20 +444,6 @@ def test_a_model_with_nothing_to_put_in_half_is_told_so_and_one_in_half_already_
             assert {p.dtype for p in model.parameters()} == {torch.float32}
     with pytest.raises(PolicyApplyError, match=r"be run in half:\n  the model itself has weights"):
         apply(O2, net().half())
-
-
-def test_an_optimizer_with_masters_goes_when_nobody_holds_it() -> None:
-    model = net()
-    with apply(STATIC, model) as tuned:
-        optimizer = tuned.optimizer(momentum(model.parameters()))
-        train(tuned, optimizer, batches(1))
-        gone = weakref.ref(optimizer)
-        gc.disable()
-        try:
-            del optimizer
-            assert gone() is None
-        finally:
-            gc.enable()
 
 
 def test_a_torch_without_fp32_gradients_of_half_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
