@@ -26,7 +26,7 @@ from amptune.measure.bench.failures import NonFiniteError, TooSlowError
 from amptune.measure.numerics import parity as parity_module
 from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.parity import judge
-from amptune.measure.numerics.randomness import OwnGenerators
+from amptune.measure.numerics.randomness import DrawingInFp32, OwnGenerators
 from amptune.measure.numerics.reference import completed, make_reference
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
@@ -312,6 +312,26 @@ def test_a_module_that_is_imported_by_its_first_attribute_stays_as_it_is() -> No
     before = drawn.random()
     found.seed(7)
     assert drawn.random() == random.Random(7).random() != before
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda dtype: torch.rand(64, dtype=dtype),
+        lambda dtype: torch.randn_like(torch.empty(64, dtype=dtype)),
+        lambda dtype: torch.empty(64, dtype=dtype).uniform_(),
+        lambda dtype: torch.bernoulli(torch.full((64,), 0.3, dtype=dtype)),
+    ],
+)
+def test_numbers_that_are_drawn_in_half_are_those_of_fp32_rounded(draw: Callable[[torch.dtype], torch.Tensor]) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        with DrawingInFp32() as drawing:
+            found.append(draw(dtype))
+        assert drawing.has_drawn
+    assert found[1].dtype is torch.bfloat16
+    assert torch.equal(found[0].to(torch.bfloat16), found[1])
 
 
 # --- where gradients are compared -----------------------------------------------------------------------------------
