@@ -64,30 +64,29 @@ def batch(seed: int, size: int = 4) -> torch.Tensor:
     return torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def stepping(
+    *,
+    in_bf16: bool = False,
+    caches: bool = True,
+    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda x: [x],
+) -> Step:
+    """A step of a training; the loss is of the first output."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+        for part in parts(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16, cache_enabled=caches):
+                out = model(part)
+                loss = (out[0] if isinstance(out, tuple) else out).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
-def in_bf16(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(x).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    optimizer.zero_grad()
-    for part in (x, x.flip(0) + 1):
-        loss = model(part).square().mean()
-        loss.backward()
-    optimizer.step()
-    return loss.detach()
+plain_step, in_bf16 = stepping(), stepping(in_bf16=True)
+accumulated = stepping(parts=lambda x: (x, x.flip(0) + 1))
 
 
 def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -> tuple[list[float], dict[str, Any]]:

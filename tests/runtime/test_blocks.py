@@ -160,7 +160,11 @@ def test_blocks_run_compiled_after_a_rehearsal_of_their_recording() -> None:
     model, x, runs, said = Tower(8, 8, 8), torch.randn(5, 8), list[int](), list[Finding]()
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> Any:
-        return lambda *inputs: (runs.append(1), graph.forward(*inputs))[1]
+        def run(*inputs: Any) -> Any:
+            runs.append(1)
+            return graph.forward(*inputs)
+
+        return run
 
     for block in model.blocks:
         block.compile(backend=backend)

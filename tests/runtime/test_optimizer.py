@@ -64,16 +64,6 @@ def test_a_fused_optimizer_takes_the_steps_of_the_plain_one(build: Build, before
     torch.testing.assert_close(train(model, optimizer), train(plain, other))
 
 
-def test_every_group_keeps_its_own_settings_and_later_groups_are_fused() -> None:
-    model = nn.Linear(4, 4)
-    groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    fuse(optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert optimizer.param_groups[-1]["fused"] is True
-
-
 @pytest.mark.parametrize(("build", "why"), OTHERS)
 def test_an_optimizer_that_cannot_be_fused_is_a_finding_and_stays_as_it_is(build: Build, why: str) -> None:
     model = nn.Linear(4, 4)

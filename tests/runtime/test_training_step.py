@@ -88,7 +88,7 @@ def test_one_call_is_the_readmes_loop_to_the_last_bit(policy: Policy, clip: floa
     torch.testing.assert_close(own_states, states, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
+def test_a_batch_whose_loss_raises_is_no_micro_batch_and_several_optimizers_are_refused() -> None:
     model = net()
     first, second = batches(2)
     with apply(Policy(accumulate=2), model) as tuned:
@@ -98,6 +98,9 @@ def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
             train((first[0][:, :3], first[1]))
         train(second)
         assert train.has_updated
+        several: Any = [torch.optim.SGD(model.parameters(), lr=0.1)] * 2
+        with pytest.raises(PolicyApplyError, match=r"one built torch\.optim\.Optimizer, not list"):
+            tuned.training_step(loss_of, several)
 
 
 def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
@@ -107,16 +110,6 @@ def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
     tuned.undo()
     train(batches(1)[0])
     assert model.head_dtypes == {torch.float32}
-
-
-def test_several_optimizers_are_refused() -> None:
-    model = net()
-    two: Any = [torch.optim.SGD(model.parameters(), lr=0.1)] * 2
-    with (
-        apply(Policy(), model) as tuned,
-        pytest.raises(PolicyApplyError, match=r"one built torch\.optim\.Optimizer, not list: a step with several"),
-    ):
-        tuned.training_step(loss_of, two)
 
 
 class Parallel(DistributedDataParallel):

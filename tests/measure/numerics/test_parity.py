@@ -320,7 +320,7 @@ def test_a_module_that_is_imported_by_its_first_attribute_stays_as_it_is() -> No
         lambda dtype: torch.rand(4096, dtype=dtype),
         lambda dtype: torch.randn_like(torch.empty(4096, dtype=dtype)),
         lambda dtype: torch.empty(4096, dtype=dtype).uniform_(),
-        lambda dtype: torch.bernoulli(torch.full((4096,), 0.3, dtype=dtype)),
+        lambda dtype: torch.bernoulli(torch.full((4096,), 0.5, dtype=dtype)),
     ],
 )
 def test_numbers_that_are_drawn_in_half_are_those_of_fp32_rounded(draw: Callable[[torch.dtype], torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from recorded_training import (
     require_same_gradients,
     require_same_training,
     said,
+    stepping,
     trained,
 )
 from taped import TapeRecorder
@@ -65,17 +66,7 @@ class Shared(nn.Module):
         return nn.functional.linear(x.flatten(1), self.weight + self.delta)
 
 
-def without_cache(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    """Autocast casts a weight anew for each use."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        loss = model(x).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-@pytest.mark.parametrize("step", [plain_step, in_bf16, accumulated, without_cache])
+@pytest.mark.parametrize("step", [plain_step, in_bf16, accumulated, stepping(in_bf16=True, caches=False)])
 @pytest.mark.parametrize("make", [Net, Tied, Shared])
 def test_training_is_bit_for_bit_that_of_the_plain_model(make: Callable[[], nn.Module], step: Step) -> None:
     called = require_same_training(make, step, [4, 4, 3, 4, 4, 3, 4, 3])

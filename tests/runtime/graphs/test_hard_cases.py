@@ -20,7 +20,6 @@ from hard_cases.trial import (
     is_expected,
     judged,
     row_of,
-    trained,
 )
 from taped import TapeRecorder
 
@@ -94,14 +93,3 @@ def test_a_difference_is_wrong_if_nothing_was_said_after_it_began(
     plain: Outcome, graphed: Outcome, verdict: str
 ) -> None:
     assert judged(plain, graphed, 1e-3)[0] == verdict
-
-
-CHANGING = ["deterministic_turned_on", "anomalies_detected", "global_forward_hook_comes_and_goes"]
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_what_a_case_changes_in_the_process_is_put_back(name: str) -> None:
-    trained(replace(CASES[name], steps=9), CPU, None)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_anomaly_enabled()
-    assert not torch.nn.modules.module._global_forward_hooks

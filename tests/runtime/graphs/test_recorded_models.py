@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from recorded_training import Net, forget, require_same_gradients, require_same_
 from torch import nn
 
 from amptune.runtime.graphs.dispatch import NOT_RECORDED
+from amptune.runtime.graphs.host_effects import NotRecordableError
+from amptune.runtime.graphs.signature import outputs_of
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +77,8 @@ HIDDEN, AGAIN = "has gradients for what is none of the weights", "meets a change
     ("make", "reason"),
     [
         (keeping(lambda own: Pair(own.a, own.b), lambda own: own.kept), ""),
+        (keeping(lambda own: {"a": own.a, "b": own.b}, lambda own: own.kept.values()), ""),
+        (keeping(lambda own: [weakref.ref(own.a), weakref.ref(own.b)], lambda own: [one() for one in own.kept]), ""),
         (
             keeping(lambda own: [[Holder(own.a), Holder(own.b)]], lambda own: [one.weight for one in own.kept[0]]),
             HIDDEN,
@@ -88,7 +93,18 @@ HIDDEN, AGAIN = "has gradients for what is none of the weights", "meets a change
             "uses a tensor that is none of its inputs, weights and buffers",
         ),
     ],
-    ids=["named_tuple", "dataclasses", "cycle", "function", "counting", "rotating", "on_weight", "hidden"],
+    ids=[
+        "named_tuple",
+        "dictionary",
+        "references",
+        "dataclasses",
+        "cycle",
+        "function",
+        "counting",
+        "rotating",
+        "on_weight",
+        "hidden",
+    ],
 )
 def test_weights_are_trained_wherever_they_are_kept(make: Callable[[], nn.Module], reason: str) -> None:
     called = require_same_training(make)
@@ -99,3 +115,11 @@ def test_weights_are_trained_wherever_they_are_kept(make: Callable[[], nn.Module
 
 def test_a_lazy_model_is_recorded_once_it_is_built() -> None:
     require_same_gradients(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(4))).recordings.require_some()
+
+
+def test_a_dataclass_that_has_more_than_its_fields_is_no_output_of_a_recording() -> None:
+    answer = Holder(nn.Parameter(torch.ones(2)))
+    assert outputs_of(answer)[1] == [answer.weight]
+    vars(answer)["more"] = 1
+    with pytest.raises(NotRecordableError, match="returns a Holder, whose contents are not known"):
+        outputs_of(answer)

@@ -37,7 +37,7 @@ POLICIES = [
     Policy(autocast="fp16", fused_optimizer=True, accumulate=2),
 ]
 HALF = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
-CASES = [("step", policy, make, clip) for policy in POLICIES for make in (ADAM, SGD) for clip in (None, 0.1)]
+CASES: list[Any] = [("step", policy, make, clip) for policy in POLICIES for make in (ADAM, SGD) for clip in (None, 0.1)]
 CASES += [(True, policy, SGD, None) for policy in (*POLICIES, HALF)]
 
 

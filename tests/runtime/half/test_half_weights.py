@@ -72,23 +72,25 @@ def train(tuned: Tuned, optimizer: torch.optim.Optimizer, data: Sequence[Batch],
 
 
 def by_hand(model: nn.Module, optimize: Optimize, data: Sequence[Batch], scale: float) -> tuple[list[float], int]:
-    """The same with master weights written out; (losses, steps skipped)."""
-    masters = [p.detach().clone() for p in model.parameters()]
-    for module in model.modules():
+    """The same with master weights written out, or without any if the model is in half; (losses, steps skipped)."""
+    has_masters = next(model.parameters()).dtype is torch.float32
+    masters: list[Any] = [p.detach().clone() if has_masters else p for p in model.parameters()]
+    for module in model.modules() if has_masters else ():
         if not isinstance(module, nn.BatchNorm2d) and not any(module.children()):
             module.half()
     optimizer, losses, skipped = optimize(masters), [], 0
     for x, y in data:
         loss: Any = nn.functional.cross_entropy(model(x.half()).float(), y)
         (loss * scale).backward()
-        for master, p in zip(masters, model.parameters(), strict=True):
+        for master, p in zip(masters, model.parameters(), strict=True) if has_masters else ():
             assert p.grad is not None
             master.grad, p.grad = p.grad.float() / scale, None
-        finite = all(bool(master.grad.isfinite().all()) for master in masters if master.grad is not None)
+        finite = all(bool(master.grad.isfinite().all()) for master in masters)
         nn.utils.clip_grad_norm_(masters, 1.0)
         if finite:
             optimizer.step()
         scale, skipped = (scale, skipped) if finite else (scale / 2, skipped + 1)
+        optimizer.zero_grad()
         with torch.no_grad():
             for master, p in zip(masters, model.parameters(), strict=True):
                 p.copy_(master)
@@ -115,9 +117,6 @@ def applied() -> Iterator[tuple[nn.Sequential, Tuned]]:
     model = net()
     with apply(O2, model) as tuned:
         yield model, tuned
-
-
-# --- the arithmetic ----------------------------------------------------------------------------------------------
 
 
 OPTIMIZERS = "Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()  # noqa: SIM905
@@ -152,14 +151,7 @@ def adamw_for_half(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("optimize", [adamw_for_half, momentum])
 def test_o3_trains_as_a_model_in_half_does(optimize: Optimize) -> None:
     model, twin, data = net(), net().half(), batches()
-    optimizer, expected = optimize(twin.parameters()), []
-    for x, y in data:
-        loss: Any = nn.functional.cross_entropy(twin(x.half()).float(), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected, _ = by_hand(twin, optimize, data, 1.0)
     with apply(O3, model) as tuned:
         assert train(tuned, tuned.optimizer(optimize(model.parameters())), data) == expected
         assert all(torch.equal(one, other) for one, other in zip(model.parameters(), twin.parameters(), strict=True))
@@ -184,37 +176,30 @@ def test_the_model_takes_and_gives_fp32_and_sums_gradients_in_fp32(applied: tupl
 
 
 def test_modules_that_stay_in_fp32_give_half_to_those_behind_them() -> None:
-    model = net()
-    seen = []
+    model, seen = net(), list[Any]()
     with apply(replace(O2, fp32_modules=(Fp32Rule(path="4"), Fp32Rule(type="LayerNorm"))), model) as tuned:
         assert {p.dtype for layer in (4, 5) for p in model[layer].parameters()} == {torch.float32}
         for layer in (4, 5, 6):
             model[layer].register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
-        losses = train(tuned, tuned.optimizer(adamw(model.parameters())), batches(1) * 20)
-        assert seen[:3] == [(torch.float16, torch.float16)] * 3
-    assert losses[-1] < 0.5 * losses[0]
+        loss_of(tuned.model, batches(1)[0])
+        assert seen == [(torch.float16, torch.float16)] * 3
 
 
-# --- the loop ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimize", [momentum, adamw])
+def test_a_closure_runs_with_the_models_own_parameters(optimize: Optimize) -> None:
+    model = net()
+    expected, _ = by_hand(net(), optimize, batches(1) * 6, 1.0)
+    with apply(O2, model, guard=False) as tuned:  # no scaler: it takes no closure
+        optimizer = tuned.optimizer(optimize(model.parameters()))
 
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = loss_of(model, batches(1)[0])
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            return loss
 
-def test_a_closure_runs_with_the_models_own_parameters() -> None:
-    ends = []
-    for in_closure in (False, True):
-        model = net()
-        with apply(O2, model, guard=False) as tuned:  # no scaler: it takes no closure
-            optimizer = tuned.optimizer(momentum(model.parameters()))
-            for batch in batches(6):
-
-                def closure(model: nn.Module = model, optimizer: Any = optimizer, batch: Any = batch) -> Any:
-                    optimizer.zero_grad()
-                    loss = loss_of(model, batch)
-                    loss.backward()
-                    return loss
-
-                optimizer.step(closure if in_closure else (closure(), None)[1])
-            ends.append(state(model))
-    assert same(*ends)
+        assert [optimizer.step(closure).item() for _ in range(6)] == expected  # type: ignore[attr-defined]
 
 
 def test_a_group_that_is_added_later_gets_masters_too() -> None:
@@ -243,9 +228,7 @@ def test_what_is_written_to_weights_and_to_a_state_dict_counts(applied: tuple[nn
             if value.is_floating_point():
                 value.lerp_(now[name], 0.01)
                 expected[name].lerp_(now[name], 0.01)
-    assert same(
-        state(average), {**state(average), **{name: one for name, one in expected.items() if "num" not in name}}
-    )
+    assert all(torch.equal(one, expected[name]) for name, one in state(average).items() if one.is_floating_point())
     assert rounded(average)
     optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
@@ -296,9 +279,6 @@ def test_a_step_that_raises_half_way_leaves_weights_that_are_their_masters_round
         assert {id(p) for p in optimizer.state} == {id(p) for p in model.parameters()}
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------
-
-
 def test_without_masters_a_checkpoint_has_the_rounded_weights_in_fp32() -> None:
     model, before = net(), state(net())
     with apply(O3, model):
@@ -314,10 +294,6 @@ def test_a_checkpoint_of_what_wraps_the_model_is_in_fp32_too(applied: tuple[nn.S
     wrapper.load_state_dict(plain.state_dict())
     assert same(state(wrapper), state(plain))
     assert rounded(model)
-
-
-def test_a_checkpoint_cannot_replace_the_weights(applied: tuple[nn.Sequential, Tuned]) -> None:
-    model, _ = applied
     with pytest.raises(PolicyApplyError, match=r"^load_state_dict\(assign=True\) would replace the half weights"):
         model.load_state_dict(net().state_dict(), assign=True)
 
@@ -331,9 +307,6 @@ def test_a_state_that_was_loaded_too_early_is_refused(applied: tuple[nn.Sequenti
     early.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with pytest.raises(PolicyApplyError, match=r"^the optimizer's state was loaded, or made by steps, before"):
         tuned.optimizer(early)
-
-
-# --- undo --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [O2, O3], ids=["O2", "O3"])
@@ -355,17 +328,6 @@ def test_training_goes_on_in_fp32_after_undo(policy: Policy) -> None:
         assert train(tuned, optimizer, batches(4)) == train(second, other, batches(4))
 
 
-def test_an_optimizer_goes_from_one_policy_to_the_next() -> None:
-    model = net()
-    optimizer = adamw_for_half(model.parameters())
-    for policy in (Policy(), O3, O2, Policy(autocast="bf16"), O3):
-        with apply(policy, model) as tuned:
-            losses = train(tuned, tuned.optimizer(optimizer), batches(1) * 5)
-            assert losses[-1] < losses[0]
-        assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.float32}
-    assert {int(s["step"]) for s in optimizer.state.values()} == {25}
-
-
 def test_buffers_are_what_they_were_unless_they_were_written_to_and_stay_shared() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     table = torch.rand(3)
@@ -381,9 +343,6 @@ def test_buffers_are_what_they_were_unless_they_were_written_to_and_stay_shared(
     assert model.get_buffer("0.table") is model.get_buffer("1.table") is table
     assert torch.equal(table, before)
     assert model.get_buffer("seen").tolist() == [0.5, 0.5]
-
-
-# --- models ------------------------------------------------------------------------------------------------------
 
 
 def test_a_weight_shared_with_what_stays_in_fp32_is_refused() -> None:
@@ -407,9 +366,6 @@ def test_lazy_modules_are_built_in_half() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-# --- what cannot be ----------------------------------------------------------------------------------------------
-
-
 def test_an_optimizer_without_masters_is_refused_by_the_scaler_and_lbfgs(applied: tuple[nn.Sequential, Tuned]) -> None:
     model, tuned = applied
     with pytest.raises(PolicyApplyError, match=r"^the policy trains FP32 master weights, which this optimizer does"):
@@ -418,23 +374,17 @@ def test_an_optimizer_without_masters_is_refused_by_the_scaler_and_lbfgs(applied
         tuned.optimizer(torch.optim.LBFGS(model.parameters()))
 
 
-@pytest.mark.parametrize("optimize", [adamw, torch.optim.RMSprop, torch.optim.Adagrad])
-def test_an_eps_that_is_zero_in_half_is_refused_without_master_weights(optimize: Optimize) -> None:
-    model = net()
-    with apply(O3, model) as tuned:
-        name = type(optimize(model.parameters())).__name__
-        with pytest.raises(PolicyApplyError, match=rf"eps of {name}, 1e-\d+, is 0 in half.*eps=1e-4.*master_weights"):
-            tuned.optimizer(optimize(model.parameters()))
-    with apply(O2, model) as tuned:
-        tuned.optimizer(optimize(model.parameters()))
-
-
-def test_an_eps_of_weights_that_stay_in_fp32_is_not_refused() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_eps_that_is_zero_in_half_is_refused_for_weights_in_half_without_masters(kind: Any) -> None:
     model = net()
     with apply(replace(O3, fp32_modules=(Fp32Rule(path="6"),)), model) as tuned:
-        others: list[Any] = [p for name, p in model.named_parameters() if not name.startswith("6")]
-        groups: list[dict[str, Any]] = [{"params": [*model[6].parameters()]}, {"params": others, "eps": 1e-7}]
-        tuned.optimizer(torch.optim.AdamW(groups))
+        others = [p for name, p in model.named_parameters() if not name.startswith("6")]
+        tuned.optimizer(kind([{"params": [*model[6].parameters()]}, {"params": others, "eps": 1e-7}]))
+        match = rf"eps of {kind.__name__}, 1e-\d+, is 0 in half.*eps=1e-4.*master_weights"
+        with pytest.raises(PolicyApplyError, match=match):
+            tuned.optimizer(kind(others))
+    with apply(O2, model) as tuned:
+        tuned.optimizer(kind(model.parameters()))
 
 
 def test_a_model_with_nothing_to_put_in_half_is_told_so_and_one_in_half_already_is_refused() -> None:
