@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,6 @@ from amptune import Policy, apply
 from amptune.changes.blocks import repeated_blocks, repeated_leaves
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.graphed_model import GraphedModel
-from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.recorder import as_if_recording
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -145,34 +144,6 @@ def test_only_the_compiler_s_own_warning_of_gradients_is_ignored_and_only_until_
 def test_a_model_without_repeated_blocks_gets_a_finding() -> None:
     with apply(COMPILED, Tower(8, 4)) as tuned:
         assert [finding.code for finding in tuned.findings] == ["compile-without-effect"]
-
-
-class Refusing(TapeRecorder):
-    """Cannot record what it has rehearsed."""
-
-    def record(self, _: Callable[[], Any]) -> Any:
-        raise NotRecordableError("is not recorded here")
-
-
-@compiled_by_hand
-def test_blocks_run_compiled_after_a_rehearsal_of_their_recording() -> None:
-    """A compiler gives up for good what it meets under a dispatch mode, as that of the rehearsal."""
-    model, x, runs, said = Tower(8, 8, 8), torch.randn(5, 8), list[int](), list[Finding]()
-
-    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Any:
-        def run(*inputs: Any) -> Any:
-            runs.append(1)
-            return graph.forward(*inputs)
-
-        return run
-
-    for block in model.blocks:
-        block.compile(backend=backend)
-    called = GraphedModel(model, said.append, recorder=Refusing, device_type="cpu")
-    for step in range(1, 6):
-        called(x).square().mean().backward()
-        assert len(runs) >= 3 * step
-    assert "is not recorded here" in str(*said)
 
 
 class Asking(Tower):
