@@ -60,12 +60,11 @@ def test_every_corruption_of_one_key_is_an_error_in_its_line(
     ("text", "said"),
     [
         ("batch_size: true", ["2:13: batch_size: True is not a whole number"]),
-        ('batch_size: "128"', ["2:13: batch_size: '128' is not a whole number"]),
-        ('cudnn_benchmark: "yes"', ["2:18: cudnn_benchmark: 'yes' is not true or false"]),
-        ("autocast: 1", ["2:11: autocast: 1 is not one of off, bf16, fp16"]),
         ("fp32_modules: [fc]", ["2:16: fp32_modules.0: 'fc' is not a mapping of keys to values"]),
         ("evidence: {speedup: '2'}", ["2:21: evidence.speedup: '2' is not a number"]),
-        ("evidence: {launchs: 3}", ["2:12: unknown key 'launchs'; did you mean launches? allowed here: workload, "]),
+        ("autocast: fp61\nloss_scale: {init: 1024}", ["2:11: autocast: 'fp61' is not one of off, bf16, fp16"]),
+        ('batch_size: "128"', ["2:13: batch_size: '128' is not a whole number"]),
+        ('cudnn_benchmark: "yes"', ["2:18: cudnn_benchmark: 'yes' is not true or false"]),
         ("valid_for: {torch: [2]}", ["2:20: valid_for.torch: [2] is not text"]),
         ("compile_scope: blocks\ncompile: reduce-overhead", ["2:16: compile_scope: blocks needs compile: default"]),
         ("fp32_modules:\n  - {cast_output: 2, path: a}\n  - {path: a, type: b}", ["3:19: ", "4:5: "]),
@@ -87,9 +86,6 @@ def test_every_corruption_of_one_key_is_an_error_in_its_line(
             "autocast: fp16\nloss_scale: {init: 128, max: 1024, static: true}",
             ["3:30: loss_scale.max: a static loss scale does not grow"],
         ),
-        ("autocast: bf16\nautocast: fp16\nfoo: 1", ["3:1: 'autocast' stands here a second time", "4:1: unknown key"]),
-        ("memory_format: nchw\nbatch_size: 0\naccumulate: 0", ["2:16: ", "3:13: ", "4:13: "]),
-        ("autocast: fp61\nloss_scale: {init: 1024}", ["2:11: autocast: 'fp61' is not one of off, bf16, fp16"]),
         ("loss_scale:\n\tinit: 1", ["3:1: is no YAML: found character that cannot start any token; indent"]),
     ],
 )  # fmt: skip
@@ -97,13 +93,6 @@ def test_a_mistake_is_named_with_what_is_expected(text: str, said: list[str]) ->
     found = problems(f"{HEAD}{text}\n")
     assert len(found) == len(said)
     assert all(line.startswith(f"p.yaml:{start}") for line, start in zip(found, said, strict=True))
-
-
-@pytest.mark.parametrize("pattern", ["*", "*.bn", "*bn", "**"])
-def test_a_bare_star_is_answered_with_quotes(pattern: str) -> None:
-    (line,) = problems(HEAD + f"fp32_modules:\n  - path: {pattern}\n")
-    assert line.startswith("p.yaml:3:1")
-    assert 'must be quoted: path: "*.norm"' in line
 
 
 @pytest.mark.parametrize(
@@ -123,11 +112,6 @@ def test_a_profile_has_all_its_problems_reported_at_their_places(text: str, said
     found = problems(f"schema: amptune.profile/1\n{text}\n")
     assert len(found) == len(said)
     assert all(line.startswith(f"p.yaml:{start}") for line, start in zip(found, said, strict=True))
-
-
-def test_a_policy_of_python_has_the_words_of_a_file_too() -> None:
-    with pytest.raises(ValueError, match=r"(?s)^autocast: 'bf61' is not one of .*\nbatch_size: 0 is not at least 1$"):
-        Policy(autocast="bf61", batch_size=0)  # type: ignore[arg-type]
 
 
 def same(one: Any, other: Any) -> bool:

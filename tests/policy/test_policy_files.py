@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -47,11 +46,8 @@ def test_a_policy_survives_the_way_through_a_file_and_through_plain_data() -> No
 
 
 def test_the_settings_people_look_for_are_always_written_and_patterns_are_quoted() -> None:
-    text = dumps(Policy())
-    assert list(parse(text, "policy.yaml").data) == [
-        "schema", "autocast", "fp32_math", "memory_format", "cudnn_benchmark"
-    ]  # fmt: skip
-    assert text.startswith("schema: amptune.policy/1\n")
+    shown = ["schema", "autocast", "fp32_math", "memory_format", "cudnn_benchmark"]
+    assert list(parse(dumps(Policy()), "policy.yaml").data) == shown
     assert '- path: "classifier.*"' in dumps(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="classifier.*"),)))
 
 
@@ -63,15 +59,7 @@ def test_the_json_schemas_are_well_formed_and_refuse_unknown_keys_everywhere() -
         assert "schema" in schema["required"]
 
 
-@pytest.mark.parametrize(
-    ("place", "why"), [("/dev/full", "No space left on device"), ("none/policy.yaml", "No such file or directory")]
-)
-def test_a_place_that_takes_no_file_is_an_error_that_says_so(tmp_path: Path, place: str, why: str) -> None:
-    with pytest.raises(OutputError, match=f"{place} cannot be written: {why}"):
-        save(Policy(), tmp_path / place)
-
-
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
+def test_a_write_that_fails_says_why_and_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "policy.yaml"
@@ -82,7 +70,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OutputError):
+    with pytest.raises(OutputError, match=r"policy\.yaml cannot be written: No space left on device"):
         save(Policy(autocast="fp16"), path)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -109,18 +97,11 @@ def loaded_by(code: str, *heavy: str) -> list[str]:
 def test_a_policy_is_constructed_without_pydantic_yaml_or_torch() -> None:
     heavy = ("pydantic", "yaml", "torch")
     assert loaded_by("from amptune.policy.settings import Policy; Policy()", *heavy) == []
-    assert "yaml" in loaded_by("from amptune.policy.yaml_text import parse", *heavy), "this test must be able to fail"
 
 
 def test_a_file_is_loaded_and_applied_without_pydantic_and_without_code_that_few_policies_need(tmp_path: Path) -> None:
-    save(PolicyFile(policy=Policy(autocast="bf16"), valid_for={"model": "sha256:0"}), tmp_path / "good.yaml")
-    (tmp_path / "meant.yaml").write_text("schema: amptune.policy/1\ncudnn_benchmark: on\n")
-    heavy: tuple[Any, ...] = (
-        "pydantic",
-        "optuna",
-        "amptune.runtime.graphs.graphed_model",
-        "amptune.runtime.half.weights",
-    )
-    for name in ("good.yaml", "meant.yaml"):
-        code = f"amptune.apply({str(tmp_path / name)!r}, torch.nn.Linear(2, 2), any_hardware=True)"
-        assert loaded_by(f"import torch, amptune; {code}", *heavy) == []
+    path = tmp_path / "meant.yaml"
+    path.write_text("schema: amptune.policy/1\ncudnn_benchmark: on\nvalid_for: {model: 'sha256:0'}\n")
+    few = ("pydantic", "optuna", "amptune.runtime.graphs.graphed_model", "amptune.runtime.half.weights")
+    code = f"import torch, amptune; amptune.apply({str(path)!r}, torch.nn.Linear(2, 2), any_hardware=True)"
+    assert loaded_by(code, "yaml", *few) == ["yaml"]

@@ -16,14 +16,6 @@ from amptune.runtime.graphs.graphed_model import GraphedModel
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
 
 
-class Passing(torch.autograd.Function):
-    """Gives its input on, for a backward pass that does something."""
-
-    @staticmethod
-    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-
 class Net(nn.Module):
     """Counts how often its own forward runs."""
 
@@ -72,52 +64,29 @@ def batch(seed: int, size: int = 4) -> torch.Tensor:
     return torch.randn(size, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def stepping(
+    *,
+    in_bf16: bool = False,
+    caches: bool = True,
+    parts: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda x: [x],
+) -> Step:
+    """A step of a training; the loss is of the first output."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
+        for part in parts(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bf16, cache_enabled=caches):
+                out = model(part)
+                loss = (out[0] if isinstance(out, tuple) else out).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
 
 
-def in_bf16(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(x).float().square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    optimizer.zero_grad()
-    for part in (x, x.flip(0) + 1):
-        loss = model(part).square().mean()
-        loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def zeroed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    optimizer.zero_grad(set_to_none=False)
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def two_views(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    """The second forward pass comes before the backward pass of the first."""
-    optimizer.zero_grad()
-    loss = (model(x) - model(x.flip(3) * 2)).square().mean() + model(x).mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def forward_in_vain(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> Any:
-    model(x)
-    return plain_step(model, optimizer, x)
+plain_step, in_bf16 = stepping(), stepping(in_bf16=True)
+accumulated = stepping(parts=lambda x: (x, x.flip(0) + 1))
 
 
 def trained(model: nn.Module, called: nn.Module, step: Step, sizes: list[int]) -> tuple[list[float], dict[str, Any]]:
@@ -140,21 +109,14 @@ def require_same_training(
     return called
 
 
-def require_same_gradients(make: Callable[[], nn.Module], backward: Callable[[Any, int], None]) -> Any:
+def require_same_gradients(make: Callable[[], nn.Module], input_of: Callable[[int], Any] = batch) -> Any:
     """Four backward passes with and without recording, whose gradients are summed; gives what was recorded."""
-    plain = built(make)
-    for seed in range(4):
-        backward(plain, seed)
-    called = graphed(built(make))
-    for seed in range(4):
-        backward(called, seed)
+    ends = []
+    for wrap in (lambda one: one, graphed):
+        ends.append(wrap(built(make)))
+        for seed in range(4):
+            ends[-1](input_of(seed)).float().square().mean().backward()
+    plain, called = ends
     for own, other in zip(called.parameters(), plain.parameters(), strict=True):
-        if own.grad is None or other.grad is None:
-            assert own.grad is other.grad
-        else:
-            assert torch.equal(own.grad, other.grad)
+        assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
     return called
-
-
-def backward_of_squares(called: Any, seed: int) -> None:
-    called(batch(seed)).float().square().mean().backward()

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
 from loops import Net
+from test_apply_and_undo import state_of
 from torch import nn
 
 from amptune.errors import PolicyApplyError
@@ -26,26 +26,6 @@ EVERYTHING = Policy(
 
 # Importing Inductor uses what torch itself deprecates (2.11 to 2.13: torch.jit.script_method).
 torch_s_own_deprecations = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that apply may change and must put back."""
-    backends: Any = torch.backends  # whose stubs know half of it
-    return {
-        "classes": [type(module) for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "strides": [tensor.stride() for tensor in model.state_dict().values()],
-        "identities": [id(parameter) for parameter in model.parameters()],
-        "benchmark": backends.cudnn.benchmark,
-        "fp32": [
-            backends.cuda.matmul.fp32_precision,
-            backends.cudnn.conv.fp32_precision,
-            backends.cudnn.rnn.fp32_precision,
-            backends.mkldnn.matmul.fp32_precision,
-            torch.get_float32_matmul_precision(),
-        ],
-        "backward": torch._functorch.config.backward_pass_autocast,
-    }
 
 
 def test_excluded_modules_run_in_fp32_and_the_others_in_half() -> None:
@@ -90,22 +70,15 @@ def test_a_later_step_that_fails_takes_the_earlier_ones_back() -> None:
     apply(Policy(autocast="bf16"), model).undo()
 
 
-def test_a_model_has_one_policy_at_a_time() -> None:
+def test_a_model_has_one_policy_at_a_time_and_a_copy_of_a_patched_one_has_it_too() -> None:
     model = Net()
-    tuned = apply(Policy(), model)
-    with pytest.raises(PolicyApplyError, match=r"this Net already has a policy; undo that one first, with tuned.undo"):
-        apply(Policy(autocast="bf16"), model)
+    tuned = apply(EVERYTHING, model)
+    with pytest.raises(PolicyApplyError, match=r"this Net already has a policy .*; undo that one first"):
+        apply(Policy(), model)
+    with pytest.raises(PolicyApplyError, match=r"already has a policy \(stem.1 runs under it\)"):
+        apply(EVERYTHING, copy.deepcopy(model))
     tuned.undo()
-    apply(Policy(autocast="bf16"), model).undo()
-
-
-def test_a_copy_of_a_patched_model_is_patched_and_said_to_be() -> None:
-    model = Net()
-    with apply(EVERYTHING, model):
-        other = copy.deepcopy(model)
-        with pytest.raises(PolicyApplyError, match=r"already has a policy \(stem.1 runs under it\)"):
-            apply(EVERYTHING, other)
-    assert type(other.head) is not nn.Linear
+    apply(Policy(), model).undo()
 
 
 def test_undo_waits_for_what_was_put_over_the_policy() -> None:
@@ -115,87 +88,64 @@ def test_undo_waits_for_what_was_put_over_the_policy() -> None:
     nn.utils.parametrizations.weight_norm(model.head)
     with pytest.raises(PolicyApplyError, match="the class of head was changed again after the policy was applied"):
         tuned.undo()
-    assert torch.backends.cudnn.benchmark is True
     nn.utils.parametrize.remove_parametrizations(model.head, "weight")
-    tuned.undo()
-    assert state_of(model)["classes"] == before["classes"]
-    assert torch.backends.cudnn.benchmark is False
-
-
-def test_undo_waits_for_a_forward_that_was_set_on_an_excluded_module() -> None:
-    model = Net()
-    tuned = apply(EVERYTHING, model)
     model.head.forward = model.head.forward  # type: ignore[method-assign]  # as accelerate does
     with pytest.raises(PolicyApplyError, match=r"instance of head after .* `del module\.forward` first"):
         tuned.undo()
+    assert torch.backends.cudnn.benchmark is True
     del model.head.forward
     tuned.undo()
-    assert type(model.head) is nn.Linear
+    assert state_of(model)[0] == before[0]
+    assert torch.backends.cudnn.benchmark is False
 
 
-@pytest.mark.parametrize("wrong", [Policy, None, {"autocast": "bf16"}])
-def test_what_is_no_policy_is_refused(wrong: Any) -> None:
-    with pytest.raises(PolicyApplyError, match=r"a policy is a path, an amptune\.Policy or what amptune\.load"):
-        apply(wrong, Net())
-
-
-@pytest.mark.parametrize("wrong", [Net, None, "model"])
-def test_what_is_no_model_is_refused(wrong: Any) -> None:
-    with pytest.raises(PolicyApplyError, match=r"applied to a torch\.nn\.Module, not to"):
-        apply(Policy(), wrong)
+@pytest.mark.parametrize(
+    ("policy", "model", "why"),
+    [
+        (Policy, Net(), r"a policy is a path, an amptune\.Policy or what amptune\.load"),
+        ({"autocast": "bf16"}, Net(), r"a policy is a path, an amptune\.Policy or what amptune\.load"),
+        (Policy(), Net, r"applied to a torch\.nn\.Module, not to"),
+        (Policy(), None, r"applied to a torch\.nn\.Module, not to"),
+    ],
+)
+def test_what_is_no_policy_and_what_is_no_model_are_refused(policy: Any, model: Any, why: str) -> None:
+    with pytest.raises(PolicyApplyError, match=why):
+        apply(policy, model)
 
 
 def test_batch_size_raises_where_the_policy_leaves_it_out() -> None:
     with apply(Policy(), Net()) as tuned, pytest.raises(PolicyApplyError, match="pass your own batch size"):
         _ = tuned.batch_size
+    wrong: Any = torch.optim.SGD
     with apply(EVERYTHING, Net()) as tuned:
         assert (tuned.batch_size, tuned.accumulate) == (4, 2)
+        with pytest.raises(PolicyApplyError, match=r"takes a built torch\.optim\.Optimizer"):
+            tuned.optimizer(wrong)
 
 
-def test_an_optimizer_that_cannot_be_fused_is_returned_as_it_is_with_a_finding() -> None:
-    model = Net()
-    with apply(Policy(fused_optimizer=True), model) as tuned:
-        optimizer = torch.optim.RMSprop(model.parameters())
-        assert tuned.optimizer(optimizer) is optimizer
-        assert [finding.code for finding in tuned.findings] == ["optimizer-not-fused"]
-
-
-def test_an_optimizer_must_be_built_first() -> None:
-    wrong: Any = torch.optim.SGD
-    with (
-        apply(Policy(), Net()) as tuned,
-        pytest.raises(PolicyApplyError, match=r"takes a built torch\.optim\.Optimizer"),
-    ):
-        tuned.optimizer(wrong)
-
-
-def test_settings_without_effect_are_findings() -> None:
-    policy = Policy(fp32_modules=(Fp32Rule(type="Linear"),), memory_format="channels_last")
-    model = nn.Sequential(nn.Linear(4, 4))
-    with apply(policy, model) as tuned:
-        codes = [finding.code for finding in tuned.findings]
-        assert type(model[0]) is nn.Linear
-    assert codes == ["fp32-modules-without-effect", "memory-format-without-effect"]
-
-
-def test_lazy_weights_are_a_finding_where_the_policy_sets_their_layout() -> None:
-    model = nn.Sequential(nn.LazyConv2d(4, 3))
-    with apply(Policy(memory_format="channels_last"), model) as tuned:
-        model(torch.randn(1, 3, 4, 4))
-    (finding,) = tuned.findings
-    assert finding.code == "memory-format-of-lazy-weights"
-    assert finding.message.startswith("0.weight is not built yet and will not get memory_format channels_last: run a")
+@pytest.mark.parametrize(
+    ("layer", "policy", "code"),
+    [
+        (nn.Linear(4, 4), Policy(fp32_modules=(Fp32Rule(type="Linear"),)), "fp32-modules-without-effect"),
+        (nn.Linear(4, 4), Policy(memory_format="channels_last"), "memory-format-without-effect"),
+        (nn.LazyConv2d(4, 3), Policy(memory_format="channels_last"), "memory-format-of-lazy-weights"),
+    ],
+)
+def test_settings_without_effect_are_findings(layer: nn.Module, policy: Policy, code: str) -> None:
+    kind = type(layer)
+    with apply(policy, nn.Sequential(layer)) as tuned:
+        assert [finding.code for finding in tuned.findings] == [code]
+        assert type(layer) is kind
 
 
 @torch_s_own_deprecations
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_a_policy_that_compiles_gives_a_compiled_model_until_undone(mode: Any) -> None:
+def test_a_policy_that_compiles_gives_a_compiled_model_until_undone() -> None:
     model = Net()
     before = state_of(model)
-    tuned = apply(Policy(compile=mode), model)
+    tuned = apply(Policy(compile="default"), model)
     assert isinstance(tuned.model, torch._dynamo.OptimizedModule)
     assert id(tuned.model._orig_mod) == id(model)
-    assert [id(parameter) for parameter in tuned.model.parameters()] == before["identities"]
+    assert [id(one) for one in tuned.model.parameters()] == [id(one) for one in model.parameters()]
     tuned.undo()
     assert id(tuned.model) == id(model)
     assert state_of(model) == before

@@ -36,6 +36,8 @@ def test_protected_statistics_become_what_they_were(fused: bool) -> None:
     policy = Policy(autocast="fp16", fused_optimizer=fused)
     with apply(policy, model, protect_batch_norm=True, guard=True) as tuned:
         optimizer = tuned.optimizer(sgd(model))
+        overflow(tuned, optimizer)
+        assert [set(tensor.tolist()) for tensor in statistics(model)] == [{0}, {1}]
         train(tuned, optimizer, steps=2)
         before = statistics(model)
         overflow(tuned, optimizer)
@@ -48,26 +50,12 @@ def test_protected_statistics_become_what_they_were(fused: bool) -> None:
     assert tuned.scaler.statistics is None
 
 
-def test_an_overflow_of_the_first_step_leaves_what_the_model_began_with() -> None:
-    model = Net()
-    with apply(FP16, model, protect_batch_norm=True) as tuned:
-        overflow(tuned, sgd(model))
-    assert [set(tensor.tolist()) for tensor in statistics(model)] == [{0}, {1}]
-
-
 def test_finite_numbers_of_a_module_that_overflowed_stay() -> None:
     model = nn.BatchNorm1d(3)
     kept = FiniteStatistics(model)
     model.get_buffer("running_mean").copy_(torch.tensor([1.0, float("nan"), 2.0]))
     kept.restore()
     assert model.get_buffer("running_mean").tolist() == [1, 0, 2]
-
-
-def test_models_without_statistics_and_of_other_precisions_are_let_be() -> None:
-    bare = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    FiniteStatistics(bare).restore()
-    with apply(Policy(autocast="bf16"), Net(), protect_batch_norm=True) as tuned:
-        assert tuned.scaler.statistics is None
 
 
 def test_statistics_that_move_or_change_their_precision_are_followed() -> None:
@@ -83,7 +71,9 @@ def test_statistics_that_move_or_change_their_precision_are_followed() -> None:
     assert are_finite(model)
 
 
-def test_a_copy_of_the_scaler_does_not_protect_the_model_of_its_original() -> None:
+def test_neither_a_copy_of_the_scaler_nor_one_of_another_precision_protects_a_model() -> None:
     with apply(FP16, Net(), protect_batch_norm=True) as tuned:
         copied: Any = pickle.loads(pickle.dumps(tuned.scaler))
-    assert copied.statistics is None
+    with apply(Policy(autocast="bf16"), Net(), protect_batch_norm=True) as tuned:
+        assert copied.statistics is tuned.scaler.statistics is None
+    FiniteStatistics(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))).restore()

@@ -16,7 +16,6 @@ import amptune
 from amptune.errors import FileFormatError, PolicyApplyError
 from amptune.policy.file_io import parse_policy
 from amptune.policy.policy_file import PolicyFile
-from amptune.policy.serialization import schema_of
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
 from amptune.policy.settings import STOCK, Fp32Rule, HalfRule, LossScale, Policy, settled
 from amptune.policy.yaml_text import parse
@@ -60,19 +59,6 @@ class Average(nn.Module):
         return (x - self.average).square()
 
 
-class Untraceable(nn.Module):
-    """Is tanh of what an average of all that it has seen leaves, and ends the compiler's graph."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = Average(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        out: torch.Tensor = torch.tanh(self.norm(x))
-        return out
-
-
 class Net(nn.Module):
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
@@ -113,25 +99,6 @@ def are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     return len(some) == len(others) > 0 and all(map(torch.equal, some, others))
 
 
-def saved_bytes(policy: Policy, model: nn.Module) -> int:
-    """The bytes that a forward pass keeps for the backward pass, weights aside."""
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with amptune.apply(policy, model, guard=False) as tuned:
-        x = torch.randn(512, WIDTH)
-        tuned.model(x).backward()  # which compiles
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), tuned.autocast():
-            loss = tuned.model(x)
-        loss.backward()
-    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    return sum(size for place, size in kept.items() if place not in own)
-
-
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d, Average, lambda width: Average(width, replaces=True)])
 @pytest.mark.parametrize(
     "policy",
@@ -139,6 +106,7 @@ def saved_bytes(policy: Policy, model: nn.Module) -> int:
         STOCK,
         Policy(autocast="bf16"),
         Policy(autocast="fp16", loss_scale=LossScale(init=8.0)),
+        Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(init=8.0)),
         Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="layers.1"), Fp32Rule(path="layers.2.norm"))),
     ],
     ids=str,
@@ -152,23 +120,11 @@ def test_losses_gradients_and_buffers_are_the_models_own_to_the_bit(
     assert [len(layer.passes) for layer in model.layers] == [6] * 4  # type: ignore[arg-type]
 
 
-def test_half_weights_are_trained_to_the_bit_too() -> None:
-    policy = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, loss_scale=LossScale(init=8.0))
-    own = trained(policy, built(nn.BatchNorm1d))
-    assert are_equal(own, trained(replace(policy, checkpoint=("layers.*",)), built(nn.BatchNorm1d)))
-
-
-@pytest.mark.parametrize("pattern", ["layers.*", "layers.[02]", "**.norm", "**"])
-def test_a_module_can_have_a_precision_and_be_checkpointed(pattern: str) -> None:
+@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.0", "layers.2"), ("**.norm",), ("**",)])
+def test_a_module_can_have_a_precision_and_be_checkpointed(patterns: tuple[str, ...]) -> None:
     """The rule covers what is computed again: in half, a norm's weights are cast for one pass alone."""
-    patterns = ("layers.0", "layers.2") if pattern == "layers.[02]" else (pattern,)
     policy = Policy(autocast="bf16", half_modules=(HalfRule(type="LayerNorm"),))
     assert are_equal(trained(policy, built()), trained(replace(policy, checkpoint=patterns), built()))
-
-
-def test_less_is_kept_for_the_backward_pass() -> None:
-    every, second = saved_bytes(LAYERS, built()), saved_bytes(Policy(checkpoint=("layers.0", "layers.2")), built())
-    assert every < second / 2 < saved_bytes(STOCK, built()) / 3
 
 
 def test_without_gradients_and_in_evaluation_nothing_is_computed_twice() -> None:
@@ -193,16 +149,15 @@ def test_of_nested_modules_the_outermost_alone_is_checkpointed() -> None:
         assert type(model.layers[0].norm) is nn.LayerNorm
 
 
-@pytest.mark.parametrize("backwards", ["twice", "of accumulated passes"])
-def test_a_backward_pass_computes_again_from_the_buffers_of_its_own_forward(backwards: str) -> None:
+@pytest.mark.parametrize(("passes", "backwards"), [(1, 2), (3, 1)])
+def test_a_backward_pass_computes_again_from_the_buffers_of_its_own_forward(passes: int, backwards: int) -> None:
     def gradients(policy: Policy) -> list[torch.Tensor]:
         model = built(Average)
         with amptune.apply(policy, model, guard=False):
             torch.manual_seed(2)
-            loss = sum(model(torch.randn(8, WIDTH)) for _ in range(1 if backwards == "twice" else 3))
-            loss.backward(retain_graph=backwards == "twice")
-            if backwards == "twice":
-                loss.backward()
+            loss: Any = sum(model(torch.randn(8, WIDTH)) for _ in range(passes))
+            for _ in range(backwards):
+                loss.backward(retain_graph=True)
             return [one.grad for one in model.parameters() if one.grad is not None] + list(model.buffers())
 
     assert are_equal(gradients(STOCK), gradients(LAYERS))
@@ -219,68 +174,37 @@ def test_an_input_that_is_changed_in_place_afterwards_is_an_error() -> None:
             out.sum().backward()
 
 
-def test_a_pattern_that_names_no_module_is_an_error_and_changes_nothing() -> None:
-    model = built()
-    expected = r"these rules of checkpoint match no module of Net:\n  layer\.\*: did you mean .*layers"
-    with pytest.raises(PolicyApplyError, match=expected):
-        amptune.apply(Policy(checkpoint=("layers.*", "layer.*")), model)
-    assert type(model.layers[0]) is Block
-
-
-@pytest.mark.parametrize("compiled", ["default", "blocks"])
-def test_compiled_it_is_part_of_the_graph(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_it_is_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a compiler that splits forward and backward pass as PyTorch's does, and writes no programs."""
     with_its_own = partial(torch.compile, backend="aot_eager_decomp_partition")
     monkeypatch.setattr(torch, "compile", lambda model, **_: with_its_own(model))
-    policy = Policy(compile=compiled)
-    torch.compiler.reset()
-    own = trained(policy, built(nn.BatchNorm1d))
-    torch.compiler.reset()
-    counters.clear()
-    assert are_equal(own, trained(replace(policy, checkpoint=("layers.*",)), built(nn.BatchNorm1d)))
-    assert not counters["graph_break"]
-
-
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor")  # of the compiler, which hides it itself
-@pytest.mark.parametrize("compiled", ["default", "blocks"])
-def test_what_the_compiler_cannot_trace_meets_its_buffers_as_they_were(compiled: Any) -> None:
-    """PyTorch runs such a block without the compiler, both times: its average moved twice, and gradients were wrong."""
-
-    def without_dropout() -> Net:  # a compiler draws other random numbers
-        model = built(Untraceable)
-        for layer in model.layers.children():
-            layer.drop = nn.Identity()
-        return model
-
-    torch.compiler.reset()
-    found = trained(Policy(compile=compiled, checkpoint=("layers.*",)), without_dropout())
-    for one, own in zip(found, trained(STOCK, without_dropout()), strict=True):
-        torch.testing.assert_close(one, own, rtol=1e-4, atol=1e-6)
+    policy, ends = Policy(compile="blocks"), []
+    for one in (policy, replace(policy, checkpoint=("layers.*",))):
+        torch.compiler.reset()
+        counters.clear()
+        ends.append(trained(one, built(nn.BatchNorm1d)))
+        assert not counters["graph_break"]
+    assert are_equal(*ends)
 
 
 def test_a_file_has_it() -> None:
     read = parse_policy(parse('schema: amptune.policy/1\ncheckpoint: ["layers.*", head]', "x.yaml"))
     assert read == PolicyFile(policy=Policy(checkpoint=("layers.*", "head")))
-    assert schema_of("policy")["properties"]["checkpoint"]["items"] == {"type": "string"}
     for text, problem in (
         ("layers", r"x.yaml:2:13: checkpoint: 'layers' is not a list"),
         ('[""]', r"x.yaml:2:13: checkpoint: a pattern must not be empty"),
         ("[a, a]", r"x.yaml:2:13: checkpoint: a pattern stands there twice"),
-        ("[a]\ncuda_graphs: true", r"cuda_graphs: a recording has no random numbers to go back to"),
         ("[a]\ncuda_graphs: step", r"cuda_graphs: a recording has no random numbers to go back to"),
     ):
         with pytest.raises(FileFormatError, match=problem):
             parse_policy(parse(f"schema: amptune.policy/1\ncheckpoint: {text}", "x.yaml"))
 
 
-def test_numerics_are_the_same_unless_compiled_and_memory_is_not() -> None:
+def test_numerics_are_the_same_unless_compiled_memory_is_not_and_nothing_is_recorded_beside() -> None:
     assert numerics_of(LAYERS) == STOCK
     compiled = replace(LAYERS, compile="default")
     assert numerics_of(compiled) == compiled
     assert memory_of(LAYERS) == tensors_of(LAYERS) == LAYERS
-
-
-def test_a_policy_that_compiles_blocks_does_not_record_them() -> None:
     assert LAYERS.compiled("blocks") == replace(LAYERS, compile="blocks")
     assert STOCK.compiled("blocks").cuda_graphs
     assert settled({"checkpoint": ("a",), "cuda_graphs": True}) == Policy(checkpoint=("a",))

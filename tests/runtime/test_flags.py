@@ -77,10 +77,12 @@ def assert_effective(math: Fp32Math) -> None:
     assert "contradiction" not in readings()
 
 
-def test_stock_touches_nothing_in_a_fresh_process() -> None:
+def test_stock_touches_nothing_in_a_fresh_process_and_no_setting_says_a_word_of_deprecated_switches() -> None:
     before = readings_under_other_parents()
-    set_fp32_math("stock")
-    assert readings_under_other_parents() == before
+    with warnings.catch_warnings(action="error"):
+        set_fp32_math("stock")
+        assert readings_under_other_parents() == before
+        set_fp32_math("tf32")()
 
 
 def older_steps() -> Iterator[Callable[[], object]]:
@@ -113,27 +115,16 @@ def test_whatever_was_set_before_fp32_math_becomes_effective_and_is_put_back_exa
         assert (readings(), readings_under_other_parents()) == before
 
 
-def test_setting_fp32_math_says_nothing_of_deprecated_switches() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        set_fp32_math("tf32")()
-
-
 @pytest.mark.parametrize("before", [False, True])
-def test_cudnn_benchmark_is_set_and_put_back(before: bool) -> None:
-    torch.backends.cudnn.benchmark = before
-    try:
-        undo = CUDNN_BENCHMARK.apply(True, None)
-        assert torch.backends.cudnn.benchmark is True
-        undo()
-        assert torch.backends.cudnn.benchmark is before
-    finally:
-        torch.backends.cudnn.benchmark = False
-
-
-def test_compiled_backwards_are_traced_without_autocast_until_undone() -> None:
-    before = functorch_config.backward_pass_autocast
-    undo = AUTOCAST.apply("bf16", None)
+def test_the_flags_of_cudnn_and_of_the_compiler_are_set_and_put_back(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
+    autocast_before = functorch_config.backward_pass_autocast
+    undo, undo_autocast = CUDNN_BENCHMARK.apply(True, None), AUTOCAST.apply("bf16", None)
+    assert torch.backends.cudnn.benchmark is True
     assert functorch_config.backward_pass_autocast == "off"  # noqa: S105  # no password
     undo()
-    assert functorch_config.backward_pass_autocast == before
+    undo_autocast()
+    assert torch.backends.cudnn.benchmark is before
+    assert functorch_config.backward_pass_autocast == autocast_before

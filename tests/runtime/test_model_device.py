@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,39 +12,27 @@ from torch import nn
 from amptune.runtime.model_device import ModelDevice
 
 
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2))
+def replace_the_parameter(model: Any) -> None:
+    model[1][0].weight = nn.Parameter(torch.empty(2, 2, device="meta"))
 
 
-def to_meta(model: nn.Sequential) -> None:
-    model.to("meta")
-
-
-def replace_the_first_layer(model: nn.Sequential) -> None:
-    inner = model[1]
-    assert isinstance(inner, nn.Sequential)
-    inner[0] = nn.Linear(2, 2, device="meta")
-
-
-def replace_what_holds_it(model: nn.Sequential) -> None:
-    model[1] = nn.Sequential(nn.Linear(2, 2, device="meta"))
-
-
-def replace_the_parameter(model: nn.Sequential) -> None:
-    model.get_submodule("1.0").weight = nn.Parameter(torch.empty(2, 2, device="meta"))
-
-
-def remove_it(model: nn.Sequential) -> None:
-    first = model.get_submodule("1.0")
-    del first.weight
-    first.register_parameter("bias", nn.Parameter(torch.empty(2, device="meta")))
+def remove_it(model: Any) -> None:
+    del model[1][0].weight
+    model[1][0].register_parameter("bias", nn.Parameter(torch.empty(2, device="meta")))
 
 
 @pytest.mark.parametrize(
-    "change", [to_meta, replace_the_first_layer, replace_what_holds_it, replace_the_parameter, remove_it]
+    "change",
+    [
+        lambda model: model.to("meta"),
+        lambda model: model[1].__setitem__(0, nn.Linear(2, 2, device="meta")),
+        lambda model: model.__setitem__(1, nn.Sequential(nn.Linear(2, 2, device="meta"))),
+        replace_the_parameter,
+        remove_it,
+    ],
 )
 def test_a_model_is_found_where_it_is_now(change: Callable[[nn.Sequential], None]) -> None:
-    model = net()
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Linear(2, 2))
     where = ModelDevice(model)
     assert [where.device_type, where.device_type] == ["cpu", "cpu"]
     change(model)
@@ -51,6 +40,5 @@ def test_a_model_is_found_where_it_is_now(change: Callable[[nn.Sequential], None
 
 
 def test_without_parameters_it_is_where_its_buffers_are_and_without_these_on_the_cpu() -> None:
-    model = nn.BatchNorm1d(2, affine=False, device="meta")
-    assert ModelDevice(model).device_type == "meta"
+    assert ModelDevice(nn.BatchNorm1d(2, affine=False, device="meta")).device_type == "meta"
     assert ModelDevice(nn.ReLU()).device_type == "cpu"

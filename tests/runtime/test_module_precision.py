@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -14,25 +15,19 @@ from amptune.runtime.module_precision import precisions_of, select
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(4, 4, 1)
-        self.norm = nn.BatchNorm2d(4)
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.norm(self.conv(x))
         return out
 
 
-class Net(nn.Module):
+class Net(Block):
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.blocks = nn.ModuleList([Block(), Block()])
         self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))})
         self.empty = nn.ModuleList()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def paths(model: nn.Module, *rules: Fp32Rule) -> list[str]:
@@ -45,23 +40,16 @@ BOTH_NORMS, BOTH_CONVS = ["blocks.0.norm", "blocks.1.norm"], ["blocks.0.conv", "
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        *[
-            ([Fp32Rule(path=pattern)], expected)
-            for pattern, expected in (
-                ("blocks.0.conv", ["blocks.0.conv"]),
-                ("blocks.*.norm", BOTH_NORMS),
-                ("blocks.*", ["blocks.0", "blocks.1"]),
-                ("**.norm", BOTH_NORMS),
-                ("**.blocks.**.conv", BOTH_CONVS),
-                ("heads.b.**", ["heads.b"]),
-                ("heads.b.*", ["heads.b.0", "heads.b.1"]),
-                ("blocks.0.no*", ["blocks.0.norm"]),
-                ("**", [""]),
-                ("*", ["blocks.0", "blocks.1", "heads.a", "heads.b"]),
-                ("blocks", ["blocks.0", "blocks.1"]),  # a container without a forward stands for its children
-                ("heads", ["heads.a", "heads.b"]),
-            )
-        ],
+        ("blocks.0.conv", ["blocks.0.conv"]),
+        ("blocks.*.norm", BOTH_NORMS),
+        ("blocks.*", ["blocks.0", "blocks.1"]),
+        ("**.blocks.**.conv", BOTH_CONVS),
+        ("heads.b.**", ["heads.b"]),
+        ("heads.b.*", ["heads.b.0", "heads.b.1"]),
+        ("blocks.0.no*", ["blocks.0.norm"]),
+        ("**", [""]),
+        ("*", ["blocks.0", "blocks.1", "heads.a", "heads.b"]),
+        ("heads", ["heads.a", "heads.b"]),  # a container without a forward stands for its children
         ([Fp32Rule(type="BatchNorm2d")], BOTH_NORMS),
         ([Fp32Rule(type="_BatchNorm")], BOTH_NORMS),
         ([Fp32Rule(type="Net")], [""]),
@@ -70,9 +58,9 @@ BOTH_NORMS, BOTH_CONVS = ["blocks.0.norm", "blocks.1.norm"], ["blocks.0.conv", "
     ],
 )
 def test_rules_select_by_patterns_of_whole_names_and_by_classes_and_their_bases(
-    rules: list[Fp32Rule], expected: list[str]
+    rules: str | list[Fp32Rule], expected: list[str]
 ) -> None:
-    assert paths(Net(), *rules) == expected
+    assert paths(Net(), *([Fp32Rule(path=rules)] if isinstance(rules, str) else rules)) == expected
 
 
 def test_containers_within_containers_are_expanded_to_what_runs() -> None:
@@ -95,23 +83,16 @@ def test_fp32_goes_before_half_which_reaches_nothing_inside_it() -> None:
     assert found == {"blocks.0": "fp32", "heads.a": "fp32-cast", "blocks.1.norm": "half"}
 
 
-def test_a_shared_module_is_selected_once_by_any_of_its_paths() -> None:
-    shared = nn.Linear(4, 4)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    (selected,) = select(model, [Fp32Rule(path="2")])
-    assert (selected.path, selected.module) == ("0", shared)
-
-
-def test_a_module_that_also_runs_outside_its_selected_parent_is_selected_itself() -> None:
+def test_a_module_that_is_shared_is_selected_once_unless_it_also_runs_outside_a_selected_one() -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared)
+    (selected,) = select(model, [Fp32Rule(path="1")])
+    assert (selected.path, selected.module) == ("0.0", shared)
     assert paths(model, Fp32Rule(path="0"), Fp32Rule(path="1")) == ["0", "0.0"]
 
 
 def test_a_module_with_dots_and_stars_of_its_own_is_not_a_pattern() -> None:
-    model = nn.Module()
-    model.add_module("a+b[0]", nn.Linear(2, 2))
-    model.add_module("axb", nn.Linear(2, 2))
+    model = nn.ModuleDict({"a+b[0]": nn.Linear(2, 2), "axb": nn.Linear(2, 2)})
     assert paths(model, Fp32Rule(path="a+b[0]")) == ["a+b[0]"]
 
 
@@ -120,23 +101,12 @@ def test_rules_that_match_no_module_are_one_error_with_the_closest_names() -> No
     with pytest.raises(PolicyApplyError) as caught:
         select(Net(), rules)
     text = str(caught.value)
-    assert "these rules of fp32_modules match no module of Net:" in text
     assert re.search(r"  blocks\.\*\.conf: did you mean blocks\.\d\.conv", text)
     assert "  type BatchNorm3d: did you mean BatchNorm2d" in text
     assert "heads.a\n" not in text
-    assert "named_modules()" in text
-
-
-def test_a_container_that_holds_nothing_that_runs_is_a_rule_that_matches_nothing() -> None:
+    assert "wrapped" not in text
     with pytest.raises(PolicyApplyError, match="a container must hold a module that runs"):
         select(Net(), [Fp32Rule(path="empty")])
-
-
-def test_a_wrapped_model_is_recognised_in_the_error() -> None:
-    compiled = torch.compile(Net(), backend="eager")
-    assert isinstance(compiled, nn.Module)
+    compiled: Any = torch.compile(Net(), backend="eager")
     with pytest.raises(PolicyApplyError, match=r"apply the policy before torch\.compile"):
         select(compiled, [Fp32Rule(path="heads.a")])
-    with pytest.raises(PolicyApplyError) as caught:
-        select(Net(), [Fp32Rule(path="nowhere")])
-    assert "wrapped" not in str(caught.value)

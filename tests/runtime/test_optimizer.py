@@ -8,29 +8,32 @@ import pytest
 import torch
 from torch import nn
 
+from amptune.policy.settings import Policy
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.optimizer import fuse
 
 Build = Callable[[Any], torch.optim.Optimizer]
+
+
+class Mine(torch.optim.AdamW):
+    """A subclass whose `__init__` takes other arguments."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
 
 FUSIBLE: list[Build] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     lambda p: torch.optim.Adam(p, lr=0.1),
     lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
     lambda p: torch.optim.Adagrad(p, lr=0.1),
+    Mine,
 ]
-OTHERS: list[Build] = [
-    lambda p: torch.optim.RMSprop(p),
-    lambda p: torch.optim.NAdam(p),
-    lambda p: torch.optim.RAdam(p),
-    lambda p: torch.optim.LBFGS(p),
+OTHERS: list[tuple[Build, str]] = [
+    *[(of, "has no fused kernel in PyTorch; it runs as it is") for of in (torch.optim.NAdam, torch.optim.LBFGS)],
+    (lambda _: torch.optim.SGD([torch.ones(2, dtype=torch.complex64)]), "SGD cannot be fused here (`fused=True`"),
+    (lambda p: torch.optim.Adam(p, differentiable=True), "Adam is differentiable, which"),
 ]
-
-
-class Mine(torch.optim.AdamW):
-    """A subclass whose `__init__` takes other arguments."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.1)
 
 
 def train(model: nn.Linear, optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
@@ -61,49 +64,17 @@ def test_a_fused_optimizer_takes_the_steps_of_the_plain_one(build: Build, before
     torch.testing.assert_close(train(model, optimizer), train(plain, other))
 
 
-def test_every_group_keeps_its_own_settings_and_later_groups_are_fused() -> None:
+@pytest.mark.parametrize(("build", "why"), OTHERS)
+def test_an_optimizer_that_cannot_be_fused_is_a_finding_and_stays_as_it_is(build: Build, why: str) -> None:
     model = nn.Linear(4, 4)
-    groups: list[dict[str, Any]] = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias]}]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    fuse(optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert optimizer.param_groups[-1]["fused"] is True
-
-
-def test_a_subclass_with_other_arguments_is_fused() -> None:
-    assert fuse(Mine(nn.Linear(4, 4))) is None
-
-
-@pytest.mark.parametrize("build", OTHERS)
-def test_an_optimizer_without_a_fused_kernel_is_a_finding_and_stays_as_it_is(build: Build) -> None:
-    optimizer = build(nn.Linear(4, 4).parameters())
-    before = copy.deepcopy(optimizer.state_dict())
-    finding = fuse(optimizer)
-    assert finding is not None
+    with apply(Policy(fused_optimizer=True), model) as tuned:
+        optimizer = build(model.parameters())
+        before = copy.deepcopy(optimizer.state_dict())
+        assert tuned.optimizer(optimizer) is optimizer
+        (finding,) = tuned.findings
     assert finding.code == "optimizer-not-fused"
-    assert f"{type(optimizer).__name__} has no fused kernel in PyTorch; it runs as it is" in str(finding)
-    assert optimizer.state_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "why"),
-    [
-        (
-            torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))]),
-            "SGD cannot be fused here (`fused=True` requires",
-        ),
-        (torch.optim.Adam([nn.Parameter(torch.ones(2))], differentiable=True), "Adam is differentiable, which"),
-    ],
-    ids=["complex", "differentiable"],
-)
-def test_what_no_fused_kernel_is_for_is_a_finding_with_pytorch_s_reason(
-    optimizer: torch.optim.Optimizer, why: str
-) -> None:
-    finding = fuse(optimizer)
-    assert finding is not None
     assert why in str(finding)
-    assert optimizer.param_groups[0]["fused"] is None
+    assert optimizer.state_dict() == before
 
 
 def scaled_steps(model: nn.Linear, optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -136,22 +107,15 @@ def test_a_first_step_that_overflows_is_skipped_by_fused_sgd_too(
     )
 
 
-def test_the_users_own_hooks_run_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_sgd_begins_at_rest_after_an_empty_state_was_loaded_too_and_the_users_hooks_run_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
     model, seen = nn.Linear(4, 4), list[int]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     fuse(optimizer)
     optimizer.register_step_pre_hook(lambda *_: seen.append(1))
-    assert torch.isfinite(scaled_steps(model, optimizer)).all()
-    assert len(seen) == 3
-
-
-def test_fused_sgd_begins_at_rest_after_an_empty_state_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty_like", lambda tensor, **_: torch.full_like(tensor, float("nan")))
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    fuse(optimizer)
     train(model, optimizer, steps=1)
     optimizer.load_state_dict(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1, momentum=0.9).state_dict())
-    optimizer.param_groups[0]["fused"] = True
     assert torch.isfinite(scaled_steps(model, optimizer)).all()
+    assert len(seen) == 4

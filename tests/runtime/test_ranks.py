@@ -64,6 +64,16 @@ def weight_of(policy: Policy) -> str:
         return str(error)
 
 
+def step_of(tuned: Tuned) -> str:
+    optimizer = torch.optim.SGD(tuned.model.parameters(), lr=0.1)
+    tuned.training_step(lambda model, x: model(x).sum(), optimizer, model=DistributedDataParallel(tuned.model))
+    try:
+        tuned.training_step(lambda model, x: model(x).sum(), optimizer)
+    except PolicyApplyError as error:
+        return str(error)
+    return ""
+
+
 def _work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     try:
@@ -75,6 +85,7 @@ def _work(rank: int, folder: str) -> None:
             "sizes": trains(apply(replace(BF16, batch_size=SIZES[rank]), net()), 3),
             "other": trains(apply(path, net()), 3),
             "alone": "" if alone is None else str(apply(BF16, alone).autocast() and "goes on"),
+            "step": step_of(apply(BF16, net())),
             "gradients": gradients_of_unequal_batches(rank),
             "weights": [weight_of(BF16), weight_of(Policy(accumulate=1 + 2 * rank))],
             "some sizes": weight_of(Policy(batch_size=8) if rank else STOCK),
@@ -95,6 +106,7 @@ def test_ranks_of_one_policy_go_on(seen: list[dict[str, object]]) -> None:
     assert [one["same"] for one in seen] == ["", ""]
     assert [one["sizes"] for one in seen] == ["", ""]
     assert seen[1]["alone"] == "goes on"
+    assert all("model=DistributedDataParallel(tuned.model)" in str(one["step"]) for one in seen)
 
 
 def test_ranks_that_meet_before_a_forward_pass_hear_of_another_policy(seen: list[dict[str, object]]) -> None:
@@ -122,13 +134,10 @@ def test_the_weight_of_a_rank_is_its_share_of_all_samples(seen: list[dict[str, o
         assert "some ranks' policies have a batch_size and others leave it out" in str(one["some sizes"])
 
 
-def test_outside_a_job_a_rank_counts_once() -> None:
-    assert apply(Policy(batch_size=4), net()).rank_weight == 1.0
-
-
 def test_a_policy_knows_where_it_was_read(tmp_path: Path) -> None:
     file, profile = tmp_path / "policy.yaml", tmp_path / "cluster.yaml"
     save(BF16, file)
     save(Profile(entries=(Entry(match={}, policy=PolicyFile(policy=BF16)),)), profile)
+    assert apply(Policy(batch_size=4), net()).rank_weight == 1.0  # outside a job it counts once
     assert load(file).origin == str(file)
     assert load(profile).origin == f"{profile}, entry 0"

@@ -12,10 +12,7 @@ from simulated.recorded import RecordedEvaluator
 from torch import nn
 
 import amptune
-from amptune.errors import FileFormatError
-from amptune.policy.file_io import parse_policy
-from amptune.policy.settings import STOCK, Policy
-from amptune.policy.yaml_text import parse
+from amptune.policy.settings import Policy
 from amptune.report.explanation import explain
 from amptune.search.space.narrowed_space import narrowed
 from amptune.search.space.space_file import load_space
@@ -37,40 +34,33 @@ def _a_process_of_three() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_policy_takes_fewer_threads_until_it_is_undone() -> None:
-    with amptune.apply(Policy(threads=2), nn.Linear(2, 2)) as tuned:
-        assert torch.get_num_threads() == 2
-        assert not tuned.findings
-    assert torch.get_num_threads() == 3
-
-
-@pytest.mark.parametrize("threads", [0, 3, 8])
-def test_no_policy_takes_more_than_pytorch_does(threads: int) -> None:
-    """A file may come from a machine of the same name with more cores."""
+@pytest.mark.parametrize(
+    ("threads", "taken", "said"),
+    [
+        (2, 2, []),
+        (0, 3, []),
+        (3, 3, []),
+        (8, 3, ["threads 8: PyTorch takes 3 in this process, and goes on with these"]),  # of a machine with more cores
+    ],
+)
+def test_a_policy_takes_fewer_threads_and_never_more_until_it_is_undone(
+    threads: int, taken: int, said: list[str]
+) -> None:
     with amptune.apply(Policy(threads=threads), nn.Linear(2, 2)) as tuned:
-        assert torch.get_num_threads() == 3
-        said = ["threads 8: PyTorch takes 3 in this process, and goes on with these"] if threads == 8 else []
+        assert torch.get_num_threads() == taken
         assert [finding.message for finding in tuned.findings] == said
-        torch.set_num_threads(1)  # the user's own wish, which undoing leaves alone
-    assert torch.get_num_threads() == 1
-
-
-def test_a_model_on_a_device_does_not_care() -> None:
+        if taken == 3:
+            torch.set_num_threads(1)  # the user's own wish, which undoing leaves alone
+    assert torch.get_num_threads() == (1 if taken == 3 else 3)
     tuned = amptune.apply(Policy(threads=2), nn.Linear(2, 2, device="meta"))
     assert [finding.message for finding in tuned.findings] == ["threads is for a CPU, and the model is on meta"]
     tuned.undo()
 
 
-def test_a_file_has_it(tmp_path: Path) -> None:
-    amptune.save(Policy(threads=4), tmp_path / "policy.yaml")
-    loaded = amptune.load(tmp_path / "policy.yaml")
-    assert loaded.policy == Policy(threads=4)
-    assert str(loaded.policy) == "threads 4"
-    assert "threads 4: so many CPU threads share an operation." in explain(loaded)
-    amptune.save(STOCK, tmp_path / "stock.yaml")
-    assert "threads" not in (tmp_path / "stock.yaml").read_text()
-    with pytest.raises(FileFormatError, match="threads: -1 is not at least 0"):
-        parse_policy(parse("schema: amptune.policy/1\nthreads: -1", "x.yaml"))
+def test_a_policy_says_it_in_words() -> None:
+    policy = Policy(threads=4)
+    assert str(policy) == "threads 4"
+    assert "threads 4: so many CPU threads share an operation." in explain(amptune.PolicyFile(policy=policy))
 
 
 @pytest.mark.parametrize(("own", "tried"), [(1, ()), (2, (0, 1)), (12, (0, 8, 4, 2, 1)), (0, ())])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Batch, Net, batches, net, same_weights
@@ -38,9 +36,11 @@ def built(tuned: Tuned, model: nn.Module) -> tuple[torch.optim.Optimizer, torch.
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
 
 
-def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> tuple[list[torch.Tensor], Net, Any]:
-    model = net()
-    losses = []
+Trained = tuple[list[torch.Tensor], Net, Any]
+
+
+def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> Trained:
+    model, losses = net(), []
     with apply(policy, model) as tuned:
         optimizer, schedule = built(tuned, model)
         for i, batch in enumerate(data):
@@ -60,14 +60,17 @@ def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> tu
         return losses, model, (optimizer.state_dict(), tuned.scaler.state_dict())
 
 
-def in_one_call(policy: Policy, data: Sequence[Batch], clip: float | None) -> tuple[list[torch.Tensor], Net, Any]:
-    model = net()
-    losses = []
+def in_one_call(policy: Policy, data: Sequence[Batch], clip: float | None) -> Trained:
+    model, losses = net(), []
     with apply(policy, model) as tuned:
         optimizer, schedule = built(tuned, model)
         train = tuned.training_step(loss_of, optimizer, clip)
-        for batch in data:
+        assert not train.has_updated
+        for i, batch in enumerate(data):
             losses.append(train(batch))
+            assert not losses[-1].requires_grad
+            assert train.has_updated == ((i + 1) % policy.accumulate == 0)
+            assert train.has_updated == all(weight.grad is None for weight in model.parameters())
             if train.has_updated:
                 schedule.step()
         return losses, model, (optimizer.state_dict(), tuned.scaler.state_dict())
@@ -85,25 +88,7 @@ def test_one_call_is_the_readmes_loop_to_the_last_bit(policy: Policy, clip: floa
     torch.testing.assert_close(own_states, states, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_loss_comes_back_as_the_function_gave_it() -> None:
-    model = net()
-    with apply(Policy(autocast="fp16", accumulate=2), model) as tuned:
-        train = tuned.training_step(loss_of, tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
-        first, second = batches(2)
-        with torch.no_grad(), tuned.autocast():
-            expected = loss_of(model, first)
-        assert not train.has_updated
-        loss = train(first)
-        assert torch.equal(loss, expected)
-        assert not loss.requires_grad
-        assert not train.has_updated
-        assert all(weight.grad is not None for weight in model.parameters())
-        train(second)
-        assert train.has_updated
-        assert all(weight.grad is None for weight in model.parameters())
-
-
-def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
+def test_a_batch_whose_loss_raises_is_no_micro_batch_and_several_optimizers_are_refused() -> None:
     model = net()
     first, second = batches(2)
     with apply(Policy(accumulate=2), model) as tuned:
@@ -113,6 +98,9 @@ def test_a_batch_whose_loss_raises_is_no_micro_batch() -> None:
             train((first[0][:, :3], first[1]))
         train(second)
         assert train.has_updated
+        several: Any = [torch.optim.SGD(model.parameters(), lr=0.1)] * 2
+        with pytest.raises(PolicyApplyError, match=r"one built torch\.optim\.Optimizer, not list"):
+            tuned.training_step(loss_of, several)
 
 
 def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
@@ -120,59 +108,45 @@ def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
     tuned = apply(Policy(autocast="bf16"), model)
     train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
     tuned.undo()
-    model.head_dtypes.clear()
     train(batches(1)[0])
     assert model.head_dtypes == {torch.float32}
 
 
-def test_several_optimizers_are_refused() -> None:
-    model = net()
-    two: Any = [torch.optim.SGD(model.parameters(), lr=0.1)] * 2
-    with (
-        apply(Policy(), model) as tuned,
-        pytest.raises(PolicyApplyError, match=r"one built torch\.optim\.Optimizer, not list: a step with several"),
-    ):
-        tuned.training_step(loss_of, two)
+class Parallel(DistributedDataParallel):
+    """Without a process group; counts the passes without an exchange."""
+
+    def __init__(self, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.model, self.alone = model, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.alone += 1
+        yield
 
 
-def _trained_by_rank(rank: int, folder: Path) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=2)
+def test_ranks_exchange_gradients_once_a_step() -> None:
     model, plain = net(), net()
-    tuned = apply(Policy(accumulate=2), model)
-    with pytest.raises(PolicyApplyError, match=r"model=DistributedDataParallel\(tuned\.model\)"):
-        tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
-    parallel, data = DistributedDataParallel(tuned.model), batches(8)[rank::2]
-    train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1), model=parallel)
-    with mock.patch.object(parallel, "no_sync", wraps=parallel.no_sync) as without_exchange:
-        for batch in data:
-            train(batch)
-    assert without_exchange.call_count == 2  # of four
-    usual = DistributedDataParallel(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for first, second in zip(data[::2], data[1::2], strict=True):
-        with usual.no_sync():
-            (loss_of(usual, first) / 2).backward()  # type: ignore[no-untyped-call]
-        (loss_of(usual, second) / 2).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+    for of in (model, plain):
+        with apply(Policy(accumulate=3), of) as tuned:
+            parallel = Parallel(tuned.model)
+            optimizer = torch.optim.SGD(of.parameters(), lr=0.1)
+            train = tuned.training_step(loss_of, optimizer, model=parallel if of is model else None)
+            for batch in batches(6):
+                train(batch)
+            assert parallel.alone == (4 if of is model else 0)
     assert same_weights(model, plain)
-    del parallel, usual, train
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_ranks_exchange_gradients_once_a_step(tmp_path: Path) -> None:
-    mp.spawn(_trained_by_rank, (tmp_path,), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
 
 
 def test_the_batch_comes_in_the_policys_memory_format() -> None:
-    model = nn.Conv2d(3, 2, 3)
-    seen = []
+    model, seen = nn.Conv2d(3, 2, 3), list[bool]()
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
         seen.append(batch.is_contiguous(memory_format=torch.channels_last))
-        out: torch.Tensor = model(batch).square().mean()
-        return out
+        return model(batch).square().mean()
 
     with apply(Policy(memory_format="channels_last"), model) as tuned:
         tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(2, 3, 8, 8))

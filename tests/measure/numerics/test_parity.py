@@ -25,6 +25,7 @@ from amptune.measure.bench.failures import NonFiniteError, TooSlowError
 from amptune.measure.numerics import parity as parity_module
 from amptune.measure.numerics.casts import parameters_in_half
 from amptune.measure.numerics.parity import judge
+from amptune.measure.numerics.randomness import DrawingInFp32
 from amptune.measure.numerics.reference import make_reference
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
@@ -258,6 +259,26 @@ def test_what_the_model_draws_is_the_same_in_all_runs_that_are_compared(model: C
     parity = sound(workload_of(lambda: nn.Sequential(nn.Linear(4, 16), model(), nn.Linear(16, 1)), (4,)), BF16)
     assert is_close(parity)
     assert all(gradient.rounding < 0.05 for gradient in parity.gradients)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda dtype: torch.rand(4096, dtype=dtype),
+        lambda dtype: torch.randn_like(torch.empty(4096, dtype=dtype)),
+        lambda dtype: torch.empty(4096, dtype=dtype).uniform_(),
+        lambda dtype: torch.bernoulli(torch.full((4096,), 0.5, dtype=dtype)),
+    ],
+)
+def test_numbers_that_are_drawn_in_half_are_those_of_fp32_rounded(draw: Callable[[torch.dtype], torch.Tensor]) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        with DrawingInFp32() as drawing:
+            found.append(draw(dtype))
+        assert drawing.has_drawn
+    assert found[1].dtype is torch.bfloat16
+    assert torch.equal(found[0].to(torch.bfloat16), found[1])
 
 
 # --- where gradients are compared -------------------------------------------------------------------------------------

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from hard_cases import CASES
-from hard_cases.case import Case, Net, Training, Why
 from hard_cases.trial import (
     BY_ITSELF,
     ENDED,
-    NOISY,
-    PLAIN_FAILS,
     RAISED,
     SAME,
     WRONG,
@@ -23,7 +20,6 @@ from hard_cases.trial import (
     is_expected,
     judged,
     row_of,
-    trained,
 )
 from taped import TapeRecorder
 
@@ -63,50 +59,6 @@ def test_cases_do_the_same_on_a_gpu(tmp_path: Path) -> None:
 # --- the judge of the cases ----------------------------------------------------------------------------------------
 
 
-def is_graphed(t: Training) -> bool:
-    return t.called is not t.model
-
-
-def differs(t: Training) -> torch.Tensor:
-    return t.plain() + is_graphed(t)
-
-
-def raises(t: Training) -> torch.Tensor:
-    if is_graphed(t):
-        raise ValueError("no")
-    return t.plain()
-
-
-def raises_plainly(_: Training) -> torch.Tensor:
-    raise ValueError("no")
-
-
-class NeverTwiceTheSame:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, t: Training) -> torch.Tensor:
-        self.calls += 1
-        return t.plain() + self.calls
-
-
-@pytest.mark.parametrize(
-    ("step", "verdict"),
-    [
-        (Training.plain, SAME),
-        (differs, WRONG),
-        (raises, RAISED),
-        (raises_plainly, PLAIN_FAILS),
-        (NeverTwiceTheSame(), NOISY),
-    ],
-)
-def test_training_by_a_recording_is_held_against_plain_training(step: object, verdict: str) -> None:
-    case = Case(name="a", kind="b", model=Net, step=step, steps=4)  # type: ignore[arg-type]
-    row = row_of(case, CPU, on_tape)
-    assert row["verdict"] == verdict
-    assert is_expected(row, case) is (verdict == SAME)
-
-
 def outcome(*values: float, said_at: int | None = None, made: int = 1) -> Outcome:
     said = Finding(code="c", message="m")
     tensors = [torch.tensor(one, dtype=torch.float64) for one in values]
@@ -141,19 +93,3 @@ def test_a_difference_is_wrong_if_nothing_was_said_after_it_began(
     plain: Outcome, graphed: Outcome, verdict: str
 ) -> None:
     assert judged(plain, graphed, 1e-3)[0] == verdict
-
-
-CHANGING = ["deterministic_turned_on", "anomalies_detected", "global_forward_hook_comes_and_goes"]
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_what_a_case_changes_in_the_process_is_put_back(name: str) -> None:
-    trained(replace(CASES[name], steps=9), CPU, None)
-    assert not torch.are_deterministic_algorithms_enabled()
-    assert not torch.is_anomaly_enabled()
-    assert not torch.nn.modules.module._global_forward_hooks
-
-
-def test_each_reason_is_met_by_a_case() -> None:
-    met = {case.why for case in CASES.values()}
-    assert {why for name, why in vars(Why).items() if name.isupper()} <= met

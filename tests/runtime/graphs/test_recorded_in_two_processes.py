@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from recorded_training import Passing
 from taped import TapeRecorder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,14 +33,16 @@ class WithUnused(nn.Sequential):
         super().__init__(*net())
         self.unused = nn.Linear(2, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in list(self)[:-1]:
-            x = layer(x)
-        return x
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.Sequential(*[*self][:-1])(x)
 
 
-class _SummedBackward(Passing):
+class _SummedBackward(torch.autograd.Function):
     """As in tensor parallel training: nothing in the forward pass, and a sum over processes in the backward pass."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
 
     @staticmethod
     def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -145,24 +146,18 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("name", [*WAYS, *ON_GPUS])
-def test_training_is_that_of_the_plain_model(seen: list[dict[str, Any]], name: str) -> None:
+def test_training_is_that_of_the_plain_model_with_the_same_weights_in_both_processes(
+    seen: list[dict[str, Any]], name: str
+) -> None:
     if name not in seen[0]:
         pytest.skip("needs GPUs")
     way = (WAYS | ON_GPUS)[name]
     for rank, of_rank in enumerate(seen):
         (losses, state, _, _), (graphed_losses, graphed_state, recorded, said) = of_rank[name].values()
-        assert graphed_losses == pytest.approx(losses, rel=1e-3)
-        for key, tensor in state.items():
-            torch.testing.assert_close(graphed_state[key], tensor, rtol=1e-2, atol=1e-3, msg=key)
+        torch.testing.assert_close((graphed_losses, graphed_state), (losses, state), rtol=1e-2, atol=1e-3)
         assert [way.refused in message for message in said] == ([True] if way.refused else [])
         sizes = way.sizes if rank else SIZES
         assert recorded == (0 if way.refused else sum(sizes.count(size) > 1 for size in set(sizes)))
-
-
-@pytest.mark.parametrize("name", [*WAYS, *ON_GPUS])
-def test_weights_stay_the_same_in_both_processes(seen: list[dict[str, Any]], name: str) -> None:
-    if name not in seen[0]:
-        pytest.skip("needs GPUs")
     one, other = (of_rank[name][True][1] for of_rank in seen)
     weights = [key for key in one if not key.endswith(("running_mean", "running_var", "num_batches_tracked"))]
     assert all(torch.equal(one[key], other[key]) for key in weights)

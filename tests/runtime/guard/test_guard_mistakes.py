@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 from typing import Any
 
 import pytest
-from loops import FP16, Loop, Net, finish, images, line_of_the_mistake, loss_of, repeated, run
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from benches import step_of
+from loops import FP16, Loop, Net, finish, images, repeated, run
 
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
@@ -14,84 +15,44 @@ from amptune.runtime.guard.misuse import PolicyMisuseWarning
 from amptune.runtime.tuned import Tuned
 
 
-@repeated
-def step_again(tuned: Tuned, optimizer: Any) -> None:
-    tuned.scaler.scale(loss_of(tuned)).backward()
-    tuned.scaler.step(optimizer)
-    optimizer.step()  # the mistake
-    tuned.scaler.update()
-    optimizer.zero_grad()
-
-
-@repeated
-def step_twice(tuned: Tuned, optimizer: Any) -> None:
-    loss_of(tuned).backward()
-    optimizer.step()
-    optimizer.step()  # the mistake
-    optimizer.zero_grad()
-
-
-@repeated
-def step_without_scaler(tuned: Tuned, optimizer: Any) -> None:
-    loss_of(tuned).backward()
-    optimizer.step()  # the mistake
-    optimizer.zero_grad()
-
-
-@repeated
-def step_on_scaled_gradients(tuned: Tuned, optimizer: Any) -> None:
-    tuned.scaler.scale(loss_of(tuned)).backward()
-    optimizer.step()  # the mistake
-    optimizer.zero_grad()
-
-
-@repeated
-def clip_norm_too_early(tuned: Tuned, optimizer: Any) -> None:
-    tuned.scaler.scale(loss_of(tuned)).backward()
-    clip_grad_norm_(tuned.model.parameters(), 1.0)
-    tuned.scaler.step(optimizer)  # the mistake
-    tuned.scaler.update()
-    optimizer.zero_grad()
-
-
-@repeated
-def clip_values_too_early(tuned: Tuned, optimizer: Any) -> None:
-    tuned.scaler.scale(loss_of(tuned)).backward()
-    clip_grad_value_(tuned.model.parameters(), 1.0)
-    tuned.scaler.unscale_(optimizer)  # the mistake
-    finish(tuned, optimizer)
-
-
-@repeated
-def backward_inside(tuned: Tuned, optimizer: Any) -> None:
+def backward_inside(tuned: Tuned, _: Any, optimizer: Any, x: Any) -> Any:
     with tuned.autocast():
-        loss = tuned.model(tuned.batch(images())).float().square().mean()
-        tuned.scaler.scale(loss).backward()  # the mistake
+        loss = tuned.model(x).float().square().mean()
+        tuned.scaler.scale(loss).backward()
     finish(tuned, optimizer)
 
 
 BF16, FUSED = Policy(autocast="bf16"), Policy(autocast="fp16", fused_optimizer=True)
+STEP, UNSCALE = "acts[word]()", "tuned.scaler.unscale_(optimizer)"
+# What the loop does, the finding, some of its words, and what stands where the warning is.
 MISTAKES = [
-    (step_again, "stepped-twice", "leave the other out", [FP16, BF16, FUSED]),
-    (step_twice, "stepped-twice", "leave one of the two steps out", [BF16, Policy()]),
-    (step_without_scaler, "stepped-without-scaler", "under autocast fp16 without a loss scaler", [FP16, FUSED]),
-    (step_on_scaled_gradients, "stepped-on-scaled-gradients", "call tuned.scaler.step(optimizer)", [FP16, FUSED]),
-    (clip_norm_too_early, "clipped-before-unscale", "tuned.scaler.unscale_(optimizer)", [FP16, FUSED]),
-    (clip_values_too_early, "clipped-before-unscale", "tuned.scaler.unscale_(optimizer)", [FP16]),
-    (backward_inside, "backward-inside-autocast", "leave the `with tuned.autocast():` block", [FP16, BF16]),
+    ("backward scaler-step step update zero", "stepped-twice", "leave the other out", STEP, [FP16, BF16, FUSED]),
+    ("unscaled-backward step step zero", "stepped-twice", "leave one of the two steps out", STEP, [BF16, Policy()]),
+    ("unscaled-backward step zero", "stepped-without-scaler", "autocast fp16 without a loss", STEP, [FP16, FUSED]),
+    ("backward step zero", "stepped-on-scaled-gradients", "call tuned.scaler.step(opt", STEP, [FP16, FUSED]),
+    ("backward clip scaler-step update zero", "clipped-before-unscale", UNSCALE, "scaler.step", [FP16, FUSED]),
+    ("backward clip unscale scaler-step update zero", "clipped-before-unscale", UNSCALE, UNSCALE, [FP16]),
+    (
+        backward_inside,
+        "backward-inside-autocast",
+        "leave the `with tuned.autocast():` block",
+        "(loss).back",
+        [FP16, BF16],
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("loop", "code", "words", "policy"), [(*one, policy) for *one, policies in MISTAKES for policy in policies]
+    ("step", "code", "words", "line", "policy"), [(*one, policy) for *one, policies in MISTAKES for policy in policies]
 )
-def test_the_guard_says_once_what_pytorch_does_not(loop: Loop, code: str, words: str, policy: Policy) -> None:
+def test_the_guard_says_once_what_pytorch_does_not(step: Any, code: str, words: str, line: str, policy: Policy) -> None:
+    loop: Loop = repeated(step_of(step) if isinstance(step, str) else step)
     assert run(loop, policy, guard=False)[1] == []
     tuned, (warning,) = run(loop, policy)
     (found,) = tuned.findings
     assert (found.code, words in str(found)) == (code, True)
     assert (warning.category, str(warning.message)) == (PolicyMisuseWarning, str(found))
-    assert (warning.filename, warning.lineno) == (__file__, line_of_the_mistake(loop))
+    assert line in linecache.getline(warning.filename, warning.lineno)
 
 
 def test_as_an_error_it_is_raised_at_the_users_call() -> None:
