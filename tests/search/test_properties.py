@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from measurements import took
 from simulated.clock import SimulatedClock
-from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscape_of, replay, same_twice
+from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscape_of
 from simulated.recorded import RecordedEvaluator
 from tables import Drawn, decided, equals, row
 
@@ -481,28 +481,3 @@ class Workers(RuleBasedStateMachine):
 
 TestWorkers = Workers.TestCase
 TestWorkers.settings = settings(SOME, stateful_step_count=30)
-
-
-# --- many tunings ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_policies_that_record_graphs_anew_for_ever_are_not_chosen() -> None:
-    """As a rule they are the fastest; in the mean they are five times slower."""
-    found = [replay(one, seed, Trouble(unruly=0.7), budget_s=150.0) for seed, one in enumerate(WORKLOADS)]
-    assert [one for one in found if one.true_speedup < 0.98] == []
-    assert not any(one.claims_falsely for one in found)
-
-
-@pytest.mark.slow
-def test_where_nothing_is_faster_next_to_nothing_is_claimed() -> None:
-    found = [replay(WORKLOADS[seed % 7], seed, budget_s=150.0, flat=(0.0, 0.05)[seed % 2]) for seed in range(14)]
-    assert sum(one.claim is not None for one in found) <= 2
-
-
-@pytest.mark.slow
-def test_a_policy_is_as_fast_as_itself_though_processes_and_sittings_differ() -> None:
-    """As on an H200 where steps wait for the host (reports/sittings)."""
-    differing = Trouble(launch_noise=0.016, sitting_noise=0.016)
-    ratios = [same_twice(WORKLOADS[seed % 7], seed, differing, budget_s=300.0) for seed in range(100)]
-    assert sum(ratio.low <= 1 <= ratio.high for ratio in ratios) >= 94
