@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from simulated.recorded import FIXED_MIB, MEMORY_MIB, SAMPLE_MIB, RecordedEvaluator, recorded_ms
+from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
 from amptune.errors import SpaceError
-from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
-from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.pipeline import tune_with
@@ -22,7 +20,6 @@ from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.global_batch import GlobalBatch
 
 OWN = 128
-LARGEST = int((MEMORY_MIB - FIXED_MIB) / SAMPLE_MIB)
 
 
 def saturating(policy: Policy) -> float:
@@ -47,50 +44,6 @@ def tuned(
     request = request_in(folder, evaluator.clock, trials=None, **wanted)
     request = replace(request, budget=replace(request.budget, seconds=budget_s))
     return tune_with(evaluator, request, lambda _: None), evaluator
-
-
-@pytest.mark.slow
-def test_the_largest_batch_that_fits_is_found_and_the_fastest_batch_chosen(tmp_path: Path) -> None:
-    decision, evaluator = tuned(tmp_path, batch_size="auto")
-    told = [finding for finding in decision.findings if finding.code == "largest-batch"]
-    assert len(told) == 1
-    for finding in told:
-        assert 0.96 * LARGEST <= finding.figures["batch_size"] <= LARGEST
-        assert "left free" in finding.message
-    assert decision.policy.batch_size is not None
-    assert decision.policy.batch_size >= 0.9 * LARGEST
-    assert decision.winner in evaluator.measured
-    assert decision.policy.autocast == "fp16"
-
-
-@pytest.mark.slow
-def test_a_graph_that_does_not_fit_is_tried_with_a_smaller_batch_and_none_larger(tmp_path: Path) -> None:
-    def twice_as_much(policy: Policy) -> float:
-        samples = (policy.batch_size or OWN) * (2 if policy.compile != "off" else 1)
-        return FIXED_MIB + SAMPLE_MIB * samples
-
-    decision, _ = tuned(tmp_path, budget_s=900, peak_mib=twice_as_much, batch_size="auto")
-    compiled = [trial for trial in decision.trials if trial.policy.compile != "off"]
-    failed = [place for place, trial in enumerate(compiled) if isinstance(trial.outcome, Failure)]
-    assert failed
-    first = compiled[failed[0]].policy
-    later = [trial for trial in compiled[failed[0] + 1 :] if memory_of(trial.policy) == memory_of(first)]
-    assert later
-    assert all((trial.policy.batch_size or OWN) < (first.batch_size or OWN) for trial in later)
-    assert any(not isinstance(trial.outcome, Failure) for trial in later)
-
-
-@pytest.mark.slow
-def test_a_workload_that_accumulates_keeps_its_global_batch(tmp_path: Path) -> None:
-    class Accumulating(Ticking):
-        def prepare(self, limit_s: float) -> Prepared:
-            prepared = super().prepare(limit_s)
-            return replace(prepared, subject=replace(prepared.subject, accumulate=4))
-
-    evaluator = Accumulating("resnet50")
-    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock), lambda _: None)
-    assert {(trial.policy.batch_size, trial.policy.accumulate) for trial in decision.trials} == {(128, 4)}
-    assert (decision.baseline.policy.accumulate, decision.policy.accumulate) == (4, 4)
 
 
 def test_a_global_batch_that_cannot_be_made_up_is_refused_with_sizes_that_can(tmp_path: Path) -> None:

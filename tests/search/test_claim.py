@@ -80,15 +80,6 @@ def test_a_claim_of_memory_needs_both_ratios(speed: Comparison, memory: Comparis
     assert HALF_THE_MEMORY.answer([(speed, memory)] * 2) == answer
 
 
-def test_a_pair_compares_this_sitting_more_narrowly_than_a_later_one_and_the_last_round_by_itself() -> None:
-    before, last = {STOCK: [10.0] * 3, BF16: [7.0] * 3}, {STOCK: [10.0], BF16: [5.0]}
-    rows = [*in_turn(before, spread=0.02), *in_turn(last, start_s=60.0, spread=0.02)]
-    (found,) = PAIR.ratios(rows) or ()
-    assert found is not None
-    assert found.here.half_width < 0.7 * found.later.half_width
-    assert found.last == pytest.approx(2.0)
-
-
 def test_a_policy_that_fails_in_one_round_has_no_ratio() -> None:
     oom = Failure(kind="oom", message="CUDA out of memory")
     assert PAIR.ratios(in_turn({STOCK: [10.0, 10.0], BF16: [5.0, oom]})) is None

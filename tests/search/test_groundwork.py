@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 from simulated.recorded import RecordedEvaluator
-from test_pipeline import tuned_on
 
 from amptune.measure.results.half_effects import ModuleTrace, Reach
-from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import GradientParity, Parity
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.events import PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgements import fp32_of
 from amptune.search.gate.repair import cure_of
 from amptune.search.groundwork import examined
 from amptune.search.plan.budget import Budget
@@ -114,11 +110,6 @@ def test_fp32_as_precise_as_the_users_own_and_the_baseline_itself_are_not_judged
     assert judge_on(RecordedEvaluator("resnet50"), baseline).judgements.is_exempt(policy) is exempt
 
 
-def test_the_reference_is_the_users_own_fp32() -> None:
-    assert fp32_of(Policy(fp32_math="tf32", memory_format="channels_last")) == Policy(fp32_math="tf32")
-    assert fp32_of(amp_recipe("bf16")) == STOCK
-
-
 TOO_LARGE = Failure(kind="error", message="value cannot be converted to type at::Half without overflow")
 
 
@@ -164,14 +155,6 @@ def test_the_cure_is_what_was_at_fault_and_nothing_more(culprits: tuple[str, ...
     assert all(rule.is_needed for rule in cure.rules)
 
 
-def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
-    evaluator = Faulty("resnet50", culprits=[path for path in PATHS if path.endswith("norm")], shows=False)
-    judge, recipe = judge_on(evaluator), amp_recipe("bf16")
-    cure = cure_of(judge, recipe, evaluator.prepare(1.0).subject, judge.traces_of(recipe))
-    assert cure is not None
-    assert [str(rule) for rule in cure.rules] == ["type Norm"]
-
-
 def test_a_fault_outside_of_all_modules_has_no_cure() -> None:
     evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
     judge = judge_on(evaluator)
@@ -202,26 +185,6 @@ def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_says_so(until
     cure, findings = examined(judge, judgement, evaluator.prepare(1.0).subject)
     assert "no time" in str(findings[-1])
     assert (cure is None) == (until_s == 25.0)
-
-
-# --- tuning ------------------------------------------------------------------------------------------------------
-
-
-def test_a_dtype_that_nothing_cures_is_not_searched(tmp_path: Path) -> None:
-    evaluator = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
-    decision, events = tuned_on(evaluator, tmp_path)
-    assert decision.policy.autocast != "fp16"
-    judged = [isinstance(event, PolicyJudged) and event.judgement.policy.autocast == "fp16" for event in events]
-    later = [event.trial.policy for event in events[judged.index(True) :] if isinstance(event, TrialEnded)]
-    assert "fp16" not in {policy.autocast for policy in later if policy.compile == "off"}, "a graph may have been begun"
-
-
-@pytest.mark.slow
-def test_without_a_reference_tuning_goes_on_and_says_that_nothing_was_judged(tmp_path: Path) -> None:
-    decision, _ = tuned_on(Faulty("resnet50", reference_fails=True), tmp_path)
-    assert decision.speedup.value > 1
-    assert sum(finding.code == "no-reference" for finding in decision.findings) == 1
-    assert "the loss is nan" in " ".join(map(str, decision.findings))
 
 
 # --- graphs ------------------------------------------------------------------------------------------------------
@@ -255,39 +218,3 @@ def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again(
         assert judge.judgements.unjudged_because(policy) == TOO_LARGE
     assert judge.judgements.is_graph_open(replace(other, autocast="fp16"))
     assert judge.judgements.unjudged_because(replace(other, compile="off")) is None
-
-
-def test_a_graph_of_plain_fp32_has_passed_until_it_is_judged() -> None:
-    judge = judge_on(Faulty("resnet50", unsound=lambda policy: policy.compile != "off"))
-    graph = Policy(compile="default")
-    assert judge.judgements.passes(graph)
-    assert judge.judgements.is_graph_open(graph)
-    assert not judge.judgements.is_open(graph)
-    judge.judge_graph(graph)
-    assert judge.judgements.bars(graph)
-    assert not judge.judgements.passes(graph)
-
-
-@pytest.mark.slow
-def test_a_precision_that_raises_is_cured_like_any_other(tmp_path: Path) -> None:
-    @dataclass
-    class Raising(Faulty):
-        def _raises(self, policy: Policy) -> bool:
-            return policy.autocast in self.dtypes and not set(self.culprits) <= excluded(policy)
-
-        def measure(self, policy: Policy, effort: Effort) -> Outcome:
-            return TOO_LARGE if self._raises(policy) else super().measure(policy, effort)
-
-        def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
-            return Parity(failure=TOO_LARGE) if self._raises(policy) else super().judge(policy, fp32, seconds, limit_s)
-
-    decision, _ = tuned_on(Raising("resnet50", culprits=("layer.3.norm",)), tmp_path)
-    assert decision.policy.autocast != "off"
-    assert [str(rule) for rule in decision.policy.fp32_modules if rule.is_needed] == ["layer.3.norm"]
-    assert "cure" in {finding.code for finding in decision.findings}
-
-
-def test_an_amp_recipe_that_is_not_sound_is_measured_and_does_not_win(tmp_path: Path) -> None:
-    decision, _ = tuned_on(Faulty("resnet50", culprits=("layer.3.norm",)), tmp_path)
-    assert {amp_recipe("bf16"), amp_recipe("fp16")} <= {contender.policy for contender in decision.finalists}
-    assert next(finding.module for finding in decision.findings if finding.code == "first-nonfinite") == "layer.3.norm"

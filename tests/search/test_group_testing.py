@@ -60,15 +60,6 @@ def test_a_guess_that_cures_is_searched_alone_and_another_is_not() -> None:
     assert all(len(kept) > 8 or names[40] in kept for kept in oracle.asked[1:])
 
 
-@pytest.mark.parametrize(
-    ("count", "suspects", "asked"), [(64, [], 1), (64, ["layer.3"], 2), (8, units(8), 1), (0, [], 0)]
-)
-def test_what_cannot_be_cured_takes_one_question_or_two(count: int, suspects: list[str], asked: int) -> None:
-    oracle = Oracle()
-    assert smallest_cure(units(count), oracle, suspects=suspects) is None
-    assert len(oracle.asked) == asked
-
-
 NAMES = units(12)
 SETS = st.frozensets(st.sampled_from(NAMES), min_size=1)
 ORDERS = st.lists(st.sampled_from(NAMES), unique=True, min_size=1)
@@ -90,21 +81,3 @@ def test_nothing_can_be_dropped_from_the_answer(order: list[str], cures: list[Me
     if found is not None:
         assert minimal(found, Oracle(*cures))
         assert list(found) == [unit for unit in order if unit in found]
-
-
-@given(order=ORDERS, suspects=st.frozensets(st.sampled_from(NAMES)), seed=st.integers(0, 1000))
-def test_an_oracle_that_contradicts_itself_still_accepted_the_answer(
-    order: list[str], suspects: Members, seed: int
-) -> None:
-    """Each set but that of all units cures by the toss of a coin."""
-    accepted: dict[Members, bool] = {}
-
-    def whimsical(kept: Sequence[str]) -> bool:
-        assert frozenset(kept) not in accepted
-        toss = random.Random(f"{seed} {sorted(kept)}").random()
-        accepted[frozenset(kept)] = set(kept) == set(order) or toss < 0.5
-        return accepted[frozenset(kept)]
-
-    found = smallest_cure(order, whimsical, suspects=suspects)
-    assert found is not None
-    assert accepted[frozenset(found)]

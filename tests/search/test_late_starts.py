@@ -14,9 +14,7 @@ from test_trials import Behind, waiting_for_the_host
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.study_report import command_of, study_report_of
 from amptune.search.pipeline import tune_with
-from amptune.search.sampler.storage import recall
 from amptune.search.table.late_start import late_starts
 from amptune.search.table.objective import Objective
 
@@ -47,12 +45,6 @@ def test_a_larger_batch_takes_fewer_steps_of_the_same_training() -> None:
     assert set(late_starts(rows, STOCK, 6_000)) == {large}
 
 
-@pytest.mark.parametrize("rows", [[], ROWS[1:]])
-def test_without_the_baseline_nothing_is_known(rows: list[object]) -> None:
-    assert late_starts(rows, STOCK, 10) == {}  # type: ignore[arg-type]
-    assert late_starts(ROWS, STOCK, None) == {}
-
-
 def tuned(folder: Path, steps: int | None) -> Decision:
     evaluator = Behind("resnet50", noise=0.002, graphs_at_once=4)
     evaluator.compile_s, evaluator.true_ms = 30.0, waiting_for_the_host
@@ -71,12 +63,3 @@ def test_a_short_training_is_tuned_without_a_graph_and_a_long_one_with_it(tmp_pa
     assert "times as fast, but starting takes" in late.message
     assert late.figures["steps"] == 100
     assert not any(finding.code == "starts-late" for finding in long.findings)
-
-
-def test_a_report_bars_what_the_tuning_barred_and_its_command_says_how_long_one_trains(tmp_path: Path) -> None:
-    decision = tuned(tmp_path, 100)
-    record = recall(tmp_path)
-    report = study_report_of(record, record.last.objective)
-    assert report.policy == decision.winner
-    assert "--steps 100" in command_of(report)
-    assert is_compiled(study_report_of(record, Objective()).policy)

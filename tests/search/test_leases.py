@@ -15,13 +15,11 @@ from killed_workers import POSTGRESQL, TESTS, killed, postgresql
 from test_policy_sampler import opened
 
 from amptune.errors import DeviceError, StudyError
-from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import Policy, amp_recipe
+from amptune.policy.settings import amp_recipe
 from amptune.search.pipeline import locked
 from amptune.search.sampler.backend import database_at
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
-from amptune.search.table.trial import Trial
 
 RECIPE = amp_recipe("bf16")
 
@@ -30,20 +28,6 @@ def asked(study: Study) -> Suggestion:
     suggestion = study.suggest(wanted=RECIPE)
     assert suggestion is not None
     return suggestion
-
-
-def trial(policy: Policy, run: str) -> Trial:
-    return Trial(number=0, policy=policy, outcome=Failure(kind="oom", message=""), seconds=1.0, run=run)
-
-
-def test_a_worker_counts_on_until_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.search.sampler.leases.BEAT_S", 0.01)
-    leases = opened(f"sqlite:///{tmp_path / 'study.db'}")._store._leases
-    leases.begin()
-    while leases._beats < 3:
-        pass
-    leases.end()
-    assert leases.study.user_attrs[f"alive {leases.worker}"] >= 2
 
 
 # A worker that begins a trial and never ends it.

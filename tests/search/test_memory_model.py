@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
+from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import STOCK, Fp32Math, Policy, amp_recipe
 from amptune.search.batch_size.memory_fit import Fit
 from amptune.search.batch_size.memory_model import MemoryModel
@@ -177,10 +178,13 @@ def test_an_out_of_memory_is_predicted_only_where_it_is_clear() -> None:
         assert [model.predicts_oom(STOCK, n) for n in (32, 65, 128)] == [False, False, True]
 
 
-def test_the_process_of_a_cpu_is_part_of_what_is_fixed() -> None:
+def test_the_fixed_part_of_weights_explains_no_workspaces_beyond_it() -> None:
     assert FixedPart.of_weights(2**20) == FixedPart(least_mib=4.0, most_mib=24.0)
-    fit = fit_to(*on_a_line(64, 256, 1024, fixed_mib=420, each_mib=1), fixed=FixedPart())
-    assert fit.gives_mib == 0
-    assert 0.98 < fit.least_slope < 1 < fit.most_slope < 1.02
     assert fit_to(*on_a_line(32, 200, 500, fixed_mib=60_300), fixed=FixedPart()).gives_mib == 0
     assert fit_to(*on_a_line(32, 200, 500, fixed_mib=60_300)).has_workspaces
+
+
+def test_every_choice_that_keeps_other_tensors_takes_a_memory_of_its_own() -> None:
+    o2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
+    others = Policy(weights="half"), o2, Policy(checkpoint=("layers",)), Policy(cuda_graphs=True)
+    assert len({memory_of(policy) for policy in (STOCK, amp_recipe("fp16"), *others)}) == 6

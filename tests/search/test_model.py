@@ -241,23 +241,6 @@ def test_a_figure_other_than_time_has_the_spread_that_is_given_and_waiting_chang
         assert ratio.half_width < widest
 
 
-@pytest.mark.parametrize("codes", [("power-cap",), ("low-clock",), ("power-cap", "low-clock")])
-def test_the_state_that_training_lives_in_is_no_disturbance(codes: tuple[str, ...]) -> None:
-    plain, own_load = (with_odd(block(10.5, 0.03, contaminated_by=each)) for each in ((), codes))
-    assert measured(plain) == measured(own_load)
-    assert measured(with_odd(replace(HOT, contaminated_by=("other-process", *codes)))) == measured(with_odd(HOT))
-
-
-@BOTH
-def test_what_former_runs_showed_stays_known_however_many_rows_follow(machine: Machine) -> None:
-    rows = in_turn({STOCK: [10.0] * 6, BF16: [7.0] * 6}, run="first")
-    for number in range(12):
-        rows += in_turn({STOCK: [10.0] * 6, **{policy: [12.0] * 6 for policy in equals(4)[1:]}}, run=f"{number}")
-    assert len(rows) >= 300
-    assert measured(rows, machine).value == pytest.approx(10 / 7, rel=0.05)
-    assert measured(rows, machine).low > 1
-
-
 @BOTH
 def test_the_best_of_many_equal_policies_is_seldom_likely_to_be_better(machine: Machine) -> None:
     """Forty policies with one row each, none of them better: so it is with a tuning that finds nothing."""

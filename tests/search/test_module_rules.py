@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import pytest
 import torch
-from counting import lines_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -138,25 +136,6 @@ def test_a_sequential_is_not_named_by_its_type_since_the_model_may_be_one() -> N
     model = nn.Sequential(nn.Sequential(Linear()), Norm(), nn.Sequential(Norm()))
     rules = general_rules(["0", "2"], modules_of(model))
     assert rules == (Fp32Rule(path="0"), Fp32Rule(path="2"))
-
-
-def test_a_path_that_is_no_module_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no modules of the model: nowhere, there\.too"):
-        general_rules(["there.too", "embed", "nowhere"], modules_of(transformer()))
-
-
-def test_a_model_twice_as_large_takes_about_twice_the_work() -> None:
-    """Many modules are chosen that no pattern joins, each a rule of its own: the dearest case."""
-    work = {}
-    for layers in (85, 170):
-        model = transformer(layers)
-        modules = modules_of(model)
-        chosen = paths(model, "query", "fc1", "norm")[::2]
-        work[len(modules)] = lines_in(partial(general_rules, chosen, modules))
-    (small, lines_small), (large, lines_large) = work.items()
-    assert large > 1000
-    assert lines_large / lines_small < 1.25 * large / small
-    assert lines_large < 1000 * large  # 720 a module in Python 3.11: 0.1 s in all
 
 
 # --- for any model -----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import pytest
 from simulated.recorded import Interference, RecordedEvaluator
@@ -21,8 +20,6 @@ from amptune.search.table.verdict import Verdict, verdict_of
 
 BLOCK_S, LAUNCH_S = RecordedEvaluator.takes_s, RecordedEvaluator.launch_s
 TRUE_MS = {STOCK: 10.0, BF16: 5.0, FP16: 5.1, BF16_LAST: 7.0}
-# As fast as each other, so that no number of rounds decides.
-ALIKE_MS = dict.fromkeys(TRUE_MS, 10.0)
 OOM, CRASH, TIMEOUT = (Failure(kind=kind, message="gone") for kind in ("oom", "crash", "timeout"))
 
 
@@ -35,10 +32,6 @@ class Noting(RecordedEvaluator):
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         self.efforts.append(effort)
         return super().measure(policy, effort)
-
-
-class SlowToStart(Noting):
-    launch_s: ClassVar[float] = 40.0
 
 
 @dataclass(kw_only=True)
@@ -121,44 +114,6 @@ def test_a_plain_gain_is_confirmed_in_a_few_rounds_of_the_baseline_and_the_leade
     assert bench.spent_s < 100
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
-
-
-def test_time_is_kept_for_judging_a_leader() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=100.0)
-    bench.narrowing.reserve_s = lambda: 40.0
-    bench.tried(STOCK, BF16)
-    bench.until_known()
-    assert 60.0 - LAUNCH_S - 2 * BLOCK_S < bench.spent_s <= 60.0
-
-
-@pytest.mark.parametrize(("judging_s", "load_s"), [(59.0, 0.0), (0.0, 25.0)])
-def test_processes_that_were_started_are_measured_in_though_they_or_a_graph_took_longer(
-    judging_s: float, load_s: float
-) -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=100.0 - 1.6 * load_s, start_s=0.0, kind=SlowToStart)
-    bench.narrowing.judging_s = lambda _: judging_s
-    bench.narrowing.load_s = lambda policy: load_s if policy == BF16 else 0.0
-    bench.tried(STOCK, BF16)
-    bench.until_known()
-    assert bench.machine.launched == [(STOCK, BF16)]
-    assert {STOCK, BF16} <= set(bench.machine.measured)
-    assert bench.spent_s <= bench.seconds
-
-
-def test_without_time_for_a_launch_blocks_are_measured_in_the_processes_that_run_and_belong_to_theirs() -> None:
-    bench = Bench(times_ms=ALIKE_MS, seconds=5.0)
-    bench.tried(STOCK, BF16)
-    bench.narrowing.running = dict.fromkeys((STOCK, BF16), "search")
-    bench.until_known()
-    assert bench.machine.launched == []
-    assert [one.launch for one in bench.rows[2:]] == ["search"] * 2
-    bench = Bench(times_ms=ALIKE_MS, seconds=24.0)
-    bench.known(STOCK, BF16)
-    assert bench.machine.launched == [(STOCK, BF16)]
-    assert bench.machine.measured.count(BF16) >= 3
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,22 +166,7 @@ def test_a_rejected_leader_is_replaced_before_time_is_spent_on_it(unsound: set[P
     assert bool(bench.machine.measured) == (FP16 not in unsound)
 
 
-def test_something_faster_one_step_from_the_leader_is_found_though_the_search_never_tried_it() -> None:
-    near = {FP16: [BF16], BF16: [BF16_LAST]}
-    bench = Bench(times_ms={**TRUE_MS, BF16_LAST: 4.0}, unseen=lambda leader: near.get(leader, []))
-    verdict = bench.known(STOCK, FP16)
-    assert (verdict.winner.policy, verdict.confidence) == (BF16_LAST, "confirmed")
-
-
 # --- the user's loop --------------------------------------------------------------------------------------------------
-
-
-def test_turns_are_of_the_users_loop_with_thirty_steps_or_as_many_as_take_two_seconds() -> None:
-    bench = Bench(times_ms={**TRUE_MS, STOCK: 190.0})
-    bench.tried(*TRUE_MS)
-    bench.until_known()
-    assert all(effort.in_loop for effort in bench.machine.efforts)
-    assert {effort.min_steps for effort in bench.machine.efforts} == {10, 30}
 
 
 def test_a_loader_that_fails_leaves_the_steps_to_decide_and_is_told() -> None:

@@ -11,7 +11,7 @@ from tables import BF16, BF16_LAST, FP16, block, decided, equals, in_turn, row
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.effects import CPU, GPU, Machine
-from amptune.search.table.next_rows import MOST_POLICIES, NextRound, launch_s, next_round
+from amptune.search.table.next_rows import NextRound, launch_s, next_round
 from amptune.search.table.objective import THROUGHPUT, Objective, objective_of
 from amptune.search.table.row import Row
 
@@ -125,22 +125,6 @@ def test_the_baseline_the_leader_and_each_rival_that_may_be_best_take_part_while
     assert told(chosen(rows, **asked)) == (None if expected is None else (expected, True))
 
 
-def test_a_round_is_no_longer_than_a_few_policies() -> None:
-    rows = [row(policy, 10 - 0.001 * i, moment_s=2.0 * i, spread=NOISY) for i, policy in enumerate(equals(30))]
-    for unseen in ((), (BF16, FP16)):
-        found = chosen(rows, unseen=unseen)
-        assert found is not None
-        assert len(set(found.policies)) == len(found.policies) == MOST_POLICIES
-
-
-@pytest.mark.parametrize(("spread", "ends"), [(0.001, True), (0.3, False)])
-def test_for_memory_the_speed_has_to_be_known_too(spread: float, *, ends: bool) -> None:
-    columns = {STOCK: [block(10, spread, mib=1000)], BF16: [block(9, spread, mib=500)]}
-    rows = in_turn({policy: blocks * (5 if ends else 1) for policy, blocks in columns.items()})
-    found = chosen(rows, objective=objective_of("memory"))
-    assert told(found) == (None if ends else (LEADER_ALONE, True))
-
-
 # --- time and processes -----------------------------------------------------------------------------------------------
 
 MANY_IN_ONE = {blocks: [10.0, 10.1] * blocks for blocks in (2, 20)}
@@ -178,12 +162,6 @@ def test_a_round_is_in_fresh_processes_if_these_tell_more_and_fit(
 ) -> None:
     found = chosen(rows, **{"running": {STOCK, BF16}, **asked})
     assert told(found) == (None if expected is None else (expected, fresh))
-
-
-def test_the_recipe_is_measured_beside_the_winner_while_there_is_time() -> None:
-    rows = in_turn({STOCK: [10.0], FP16: [9.0], BF16_LAST: [5.0]})
-    assert told(chosen(rows, beside=[FP16])) == ((STOCK, BF16_LAST, FP16), True)
-    assert told(chosen(rows, beside=[FP16], left_s=16.5)) == ((STOCK, BF16_LAST), True)
 
 
 def test_if_the_loop_contradicts_trials_and_the_leaders_turn_takes_too_long_another_gets_one() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from measurements import took
 from simulated.recorded import RecordedEvaluator
-from tables import decided, in_turn
 from test_pipeline import request_in
 
 from amptune.errors import ObjectiveError
@@ -19,7 +18,6 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchStarted, TrialEnded
 from amptune.search.pipeline import tune_with
-from amptune.search.table.effects import GPU
 from amptune.search.table.objective import THROUGHPUT, Objective, Yardstick, objective_of
 
 MEMORY, ENERGY = Objective("memory"), Objective("energy")
@@ -62,15 +60,6 @@ def test_a_trial_a_little_below_the_speed_needed_may_be_an_answer_and_a_slow_one
     assert not yardstick.allows(measured(ms=10 / 0.88))
     assert not yardstick.allows(Failure(kind="oom", message="no memory"))
     assert Yardstick(THROUGHPUT, measured(ms=10.0)).allows(measured(ms=100.0))
-
-
-# --- the verdict and its words --------------------------------------------------------------------------------------
-
-
-def test_rows_without_the_figure_tell_of_the_speed_alone() -> None:
-    some = [measured(joules=1.0), measured(), measured(joules=1.0)]
-    verdict = decided(in_turn({STOCK: [measured(joules=2.0)] * 3, BF16: some}), GPU, ENERGY)
-    assert (verdict.gain.launches, verdict.speedup.launches) == (2, 3)
 
 
 # --- whole tunings --------------------------------------------------------------------------------------------------

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 from simulated.clock import SimulatedClock
 
 from amptune.search.plan.budget import Budget
@@ -28,14 +25,6 @@ def names(*wanted: Step, left_s: float = 100.0, needed_s: float = 0.0) -> list[s
         return []
     rest = [one for one in wanted if one is not choice.step]
     return [choice.step.what, *names(*rest, left_s=left_s - choice.step.seconds, needed_s=needed_s)]
-
-
-def test_what_is_worth_most_for_its_time_comes_first() -> None:
-    assert names(step("long", 30.0, 0.1), step("short", 1.0, 0.01), step("must", 5.0, math.inf)) == [
-        "must",
-        "short",
-        "long",
-    ]
 
 
 def test_what_is_worth_too_little_is_not_done() -> None:
@@ -65,20 +54,3 @@ def test_the_timeline_says_what_was_done_when_and_what_had_to_wait() -> None:
     (entry,) = timeline.entries
     assert (entry["at_s"], entry["seconds"], entry["expected_s"], entry["worth"]) == (0.0, 3.0, 2.0, 1.0)
     assert (entry["what"], entry["instead_of"]) == ("a", "comparison: b")
-
-
-def test_an_interrupted_step_stands_on_the_timeline() -> None:
-    clock = SimulatedClock()
-    timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
-
-    def interrupted() -> None:
-        with timeline.noting(Choice(step=step("a", 1.0, math.inf), limit_s=5.0)):
-            clock.advance(4.0)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    (entry,) = timeline.entries
-    assert entry["seconds"] == 4.0
-    assert entry["worth"] is None, "JSON has no infinity"
-    assert entry["chosen_from"] is None, "it was not chosen from others"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import optuna
 import pytest
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
-from optuna.trial import TrialState
 from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.measure.results.outcome import Effort
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.sampler.policy_sampler import sampler_named, with_fixed
 from amptune.search.sampler.storage import Handle, Store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -77,26 +74,3 @@ def test_optunas_own_samplers_search_the_space(tmp_path: Path, sampler: BaseSamp
     assert len(set(found)) == 25
     assert all(policy in study for policy in found)
     assert min(recorded_ms("resnet50", policy) for policy in found) < recorded_ms("resnet50", STOCK)
-
-
-@pytest.mark.slow
-def test_optunas_gaussian_process_searches_too(tmp_path: Path) -> None:
-    assert len(set(searched(opened(tmp_path, sampler_named("gp", seed=0)), 15))) == 15
-
-
-def test_a_sampler_that_always_proposes_the_same_hands_over(tmp_path: Path) -> None:
-    stubborn = with_fixed(RandomSampler(), candidates().space.try_first[0])
-    assert len(set(searched(opened(tmp_path, stubborn), 5))) == 5
-
-
-@pytest.mark.slow
-def test_plain_optuna_reads_values_and_the_parameters_that_ran(tmp_path: Path) -> None:
-    study = opened(f"sqlite:///{tmp_path / 'study.db'}")
-    study.measure_first([STOCK])
-    found = searched(study, 12)
-    plain = optuna.load_study(study_name="study", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    complete = plain.get_trials(states=(TrialState.COMPLETE,))
-    ran = [candidates().policy_of(trial.params) for trial in complete]  # type: ignore[arg-type]
-    assert ran == found
-    assert plain.best_value == pytest.approx(max(trial.samples_per_s for trial in study.trials))
-    assert set(optuna.importance.get_param_importances(plain)) == set(complete[0].params)

@@ -14,7 +14,7 @@ from test_pipeline import OOM
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Effort, Failure, Outcome, outcome_to_dict
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
@@ -70,15 +70,6 @@ def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_expla
     assert amp_recipe("bf16", memory_format="channels_last") in near
     assert amp_recipe("fp16") not in near
     assert replace(WINNER, cudnn_benchmark=True) not in near
-
-
-def test_of_what_is_outside_the_space_only_what_is_simpler_is_a_neighbour(study: Study) -> None:
-    odd = replace(WINNER, fp32_modules=(Fp32Rule(path="nobody"),))
-    assert set(study.neighbours(odd)) == {
-        replace(STOCK, memory_format="channels_last"),
-        WINNER,
-        replace(odd, memory_format="contiguous"),
-    }
 
 
 def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:

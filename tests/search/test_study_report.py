@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,12 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
 from test_pipeline import request_in
-from test_properties import told
 
 from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.decision import Decision
-from amptune.search.decide.study_report import StudyReport, command_of, findings_of, study_report_of
+from amptune.search.decide.study_report import StudyReport, command_of, study_report_of
 from amptune.search.events import Event
 from amptune.search.pipeline import tune_with
 from amptune.search.sampler import backend
@@ -51,11 +49,6 @@ def asked(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
     return study_report_of(recall(folder), objective)
 
 
-def by_trials(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
-    """The answer of the trials alone, as if nothing had been compared."""
-    return study_report_of(replace(recall(folder), rows=()), objective)
-
-
 @pytest.mark.parametrize(
     ("objective", "expected"),
     [
@@ -81,25 +74,6 @@ def test_every_objective_is_answered_from_one_tuning_for_throughput(
         assert study_report.verdict.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected), rel=0.01)
 
 
-def test_an_answer_that_is_only_likely_says_so_and_how_to_confirm_it(tmp_path: Path) -> None:
-    tuned(tmp_path, small_gain(8.0, noise=0.02), trials=12)
-    study_report = by_trials(tmp_path)
-    assert (study_report.policy.autocast, study_report.verdict.confidence) == ("bf16", "likely")
-    assert re.match(r"likely, 9\d\.\d % sure, by 1 measurement in 1 process$", study_report.grounds)
-    command = f"amptune tune recorded --set cuda_graphs=false --objective throughput --study {tmp_path}"
-    assert command_of(study_report) == command
-    assert [finding.code for finding in findings_of(study_report)][:2] == ["answer", "not-proven"]
-    assert command in str(findings_of(study_report)[1])
-    assert not study_report.is_proven
-
-
-def small_gain(percent: float, noise: float) -> RecordedEvaluator:
-    """A machine on which bf16 is a little faster than all else."""
-    return RecordedEvaluator(
-        "resnet50", noise=noise, true_ms=lambda policy: 20.0 / (1 + percent / 100 * (policy.autocast == "bf16"))
-    )
-
-
 def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
     wishes = {"pins": {"autocast": "bf16"}, "batch_size": 128, "global_batch": GlobalBatch(samples=512, devices=2)}
     wishes["devices"] = 2
@@ -117,30 +91,6 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
 # --- one verdict ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_two_workers_of_one_database_know_each_others_rows(tmp_path: Path) -> None:
-    """On a machine of each one's own, and in a folder of its own; the second works while the first compares."""
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    machine = recording()
-    others: list[Decision] = []
-
-    def begin_the_other(_: Policy) -> None:
-        if machine.launched and not others:
-            others.append(tuned(tmp_path / "two", trials=4, study=url))
-
-    machine.interfere = begin_the_other
-    first = tuned(tmp_path / "one", machine, trials=8, study=url)
-    record, (second,) = recall(url), others
-    rows = {tuning.run: [row for row in record.table if row.run == tuning.run] for tuning in record.tunings}
-    own, other = rows.values()
-    assert len(own) > 10
-    assert len(other) > 10
-    assert told(study_report_of(record, THROUGHPUT).verdict) == told(first.verdict)
-    known = {contender.policy for contender in second.verdict.contenders}
-    assert {row.policy for row in own if row.launch.startswith("search")} <= known
-    assert first.baseline.rows == sum(row.policy == STOCK for row in record.table)
-
-
 def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
     decision = tuned(tmp_path)
     evaluator = recording()
@@ -153,18 +103,6 @@ def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: P
 # --- what a study remembers -------------------------------------------------------------------------------------------
 
 
-def test_a_study_says_what_was_tuned_where_against_what(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=6)
-    tuned(tmp_path, objective=Objective("memory", 0.9), trials=3, baseline=BF16)
-    record = recall(tmp_path)
-    assert [tuning.baseline for tuning in record.tunings] == [STOCK, BF16]
-    last = record.last
-    assert (last.workload, last.target, last.hardware, last.batch_size) == ("resnet50", "recorded", "NVIDIA H200", 128)
-    assert last.objective == Objective("memory", 0.9)
-    assert len(record.trials) == 9
-    assert {judged.policy.autocast for judged in record.judged} == {"bf16", "fp16"}
-
-
 def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
     tuned(tmp_path, trials=6)
     whole, name = recall(tmp_path).rows, recall(tmp_path).name
@@ -174,15 +112,6 @@ def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
     study.set_user_attr("row 2", {**other, "outcome": {"failed": False}})
     study.set_user_attr("row 3", {"policy": other["policy"]})
     assert recall(tmp_path).rows == whole
-
-
-def test_of_several_studies_that_which_was_tuned_last_is_taken_though_it_had_no_new_trial(tmp_path: Path) -> None:
-    tuned(tmp_path, RecordedEvaluator("resnet50"), trials=1)
-    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
-    machine = RecordedEvaluator("resnet50")
-    request = request_in(tmp_path, machine.clock)
-    tune_with(machine, replace(request, budget=replace(request.budget, seconds=0.1)), lambda _: None)
-    assert recall(tmp_path).last.run == request.run
 
 
 def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(tmp_path: Path) -> None:
@@ -236,8 +165,3 @@ def test_a_message_about_a_database_does_not_tell_its_password(monkeypatch: pyte
         with pytest.raises(StudyError, match=message) as caught:
             recall("postgresql://me:secret@host:5432/db", name)
         assert "postgresql://me:***@host:5432/db" in str(caught.value)
-
-
-def test_a_database_without_its_driver_is_a_clear_error() -> None:
-    with pytest.raises(StudyError, match=r"the study cannot be read or written: .*'oracledb'"):
-        recall("oracle+oracledb://nowhere/amptune")

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from amptune.search.sampler.acquisition import Proposal, Proposer, Seen
-from amptune.search.sampler.surrogate import Surrogate
 from amptune.search.space.knobs import Dimension, Point
 
 KNOBS = (
@@ -37,12 +36,6 @@ SPEEDS = [math.exp(log_speed(point)) for point in POINTS]
 BEST = max(range(len(POINTS)), key=SPEEDS.__getitem__)
 
 
-def drawn(seed: int, count: int) -> dict[int, float]:
-    """Log speeds of some points."""
-    chosen = np.random.default_rng(seed).choice(len(POINTS), count, replace=False)
-    return {int(i): log_speed(POINTS[i]) for i in chosen}
-
-
 def trials(indices: Iterable[int]) -> dict[int, Seen]:
     return {i: Seen(score=SPEEDS[i], seconds=1.0) for i in indices}
 
@@ -52,15 +45,6 @@ def proposed(seen: dict[int, Seen]) -> Proposal:
     assert proposal is not None
     assert proposal.index not in seen
     return proposal
-
-
-def test_an_outlier_among_the_measurements_does_not_count_for_much() -> None:
-    seen = drawn(1, 60)
-    hit = next(iter(seen))
-    belief = Surrogate(KNOBS, POINTS).belief({**seen, hit: seen[hit] - 0.5})
-    unseen = [i for i in range(len(POINTS)) if i not in seen]
-    assert np.abs(belief.mean - np.log(SPEEDS))[unseen].mean() < 0.05
-    assert belief.mean[hit] > seen[hit] - 0.4
 
 
 def test_the_best_of_a_space_is_found_in_a_fraction_of_it_and_the_expected_gain_falls() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from simulated.recorded import RecordedEvaluator
 from test_exclusion_savings import recorded
-from test_groundwork import Faulty
 from test_pipeline import tuned_on
 
 from amptune.errors import StudyError
@@ -66,18 +65,6 @@ def cut(space: Space, layouts: Sequence[str]) -> Space:
     return restrict(space, "memory_format", tuple(layouts)) if layouts else space
 
 
-def test_modules_are_not_timed_without_time_for_a_trial_behind(tmp_path: Path) -> None:
-    """At the end of a search their times would come too late; the answer's comparison has more use of the seconds."""
-    evaluator = Timed("vgg16_cifar")
-    prepared = evaluator.prepare(1.0)
-    space = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).space
-    modules = modules_of(evaluator, space, prepared, tmp_path, trial_s=4.0)
-    step = modules.wants(60.0)
-    assert step is not None
-    assert modules.wants(step.seconds + 3.9) is None
-    assert modules.wants(step.seconds + 4.1) is not None
-
-
 def test_times_are_measured_once_for_a_study_and_what_a_pin_left_out_later(tmp_path: Path) -> None:
     """Every layout with TF32 for what stays in FP32."""
     evaluator = Timed("vgg16_cifar")
@@ -119,16 +106,6 @@ def test_another_ladder_is_the_same_study_and_its_savings_stand_in_the_rules(tmp
     assert sum(trial.policy == STOCK for trial in decision.trials) == 1
 
 
-def test_a_dtype_that_was_left_out_last_time_may_come_back(tmp_path: Path) -> None:
-    """As where there was no time to find its cure."""
-    unsound = Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16")
-    first, _ = tuned_on(unsound, tmp_path, trials=10)
-    second, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
-    assert first.policy.autocast != "fp16"
-    assert len(second.trials) > len(first.trials)
-    assert second.policy.autocast == "fp16"
-
-
 # --- half --------------------------------------------------------------------------------------------------------
 
 
@@ -144,14 +121,6 @@ def test_what_autocast_keeps_in_fp32_is_tried_in_half_and_can_be_pinned() -> Non
     assert not pinned.allows(in_half)
     point = next(point for point in tried.space.try_first if point["autocast"] == "bf16")
     assert tried.policy_of(point).half_modules == ()
-
-
-def test_what_autocast_keeps_in_fp32_is_tried_in_half_once_the_modules_are_timed(tmp_path: Path) -> None:
-    """The study is open by then: a tuning of BART on an H200 asked it for the same policy for ever."""
-    evaluator = Timed("vgg16_cifar", wide="classifier.0")
-    decision, _ = tuned_on(evaluator, tmp_path)
-    assert any(policy.half_modules for policy in evaluator.measured)
-    assert decision.speedup.value > 1
 
 
 def test_a_storage_that_never_gives_what_it_was_asked_for_ends_the_search(tmp_path: Path) -> None:

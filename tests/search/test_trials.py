@@ -10,103 +10,23 @@ from typing import Any, ClassVar
 
 import pytest
 from measurements import took
-from simulated.recorded import RecordedEvaluator, recorded_ms
+from simulated.recorded import RecordedEvaluator
 from test_pipeline import request_in
 
-from amptune.errors import NothingFeasibleError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
 from amptune.search.events import Compiling as GraphBegun
 from amptune.search.pipeline import tune_with
-from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.trials import _of_two
 
-NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
 MODES = ("default", "reduce-overhead")
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
-FACTORS = {
-    "off": 1.0,
-    "default": 0.85,
-    "reduce-overhead": 0.8,
-    "max-autotune": 0.79,
-    "max-autotune-no-cudagraphs": 0.84,
-}
-COMPILE_S = {"off": 0.0, "default": 30.0, "reduce-overhead": 30.0}
-
-
-class Compiling(RecordedEvaluator):
-    """Takes simulated time: what it compiles, half a minute for each graph, or five to time its kernels too."""
-
-    takes_s: ClassVar[float] = 0.0  # besides
-    launch_s: ClassVar[float] = 2.0
-    factors = FACTORS
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        graph = replace(policy, fused_optimizer=False)
-        known = any(replace(one, fused_optimizer=False) == graph for one in self.measured)
-        seconds = 1.5 + (0.0 if known else COMPILE_S.get(policy.compile, 300.0))
-        self.clock.advance(min(seconds, effort.time_limit_s))
-        if seconds > effort.time_limit_s:
-            return Failure(kind="timeout", message="no answer in time")
-        outcome = super().measure(policy, effort)
-        return replace(outcome, startup_s=seconds - 1.5) if isinstance(outcome, Measurement) else outcome
-
-
-class Slow(Compiling):
-    """No policy is measured in any time that it is given."""
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self.measured.append(policy)
-        self.clock.advance(effort.time_limit_s)
-        return Failure(kind="timeout", message="no answer in time")
-
-
-def searched(
-    folder: Path, evaluator: RecordedEvaluator | None = None, budget_s: float = 400, **wanted: Any
-) -> tuple[Decision, list[Event]]:
-    evaluator = evaluator or Compiling("resnet50", noise=0.002, graphs_at_once=0)
-    evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) * FACTORS[policy.compile]
-    request = request_in(folder, evaluator.clock, trials=None, **wanted)
-    request = replace(request, budget=replace(request.budget, seconds=budget_s))
-    events: list[Event] = []
-    return tune_with(evaluator, request, events.append), events
 
 
 def tried(events: list[Event]) -> list[Policy]:
     return [event.trial.policy for event in events if isinstance(event, TrialEnded)]
-
-
-def test_the_best_eager_policy_is_compiled_first_when_the_cheap_trials_are_done(tmp_path: Path) -> None:
-    decision, events = searched(tmp_path)
-    policies = tried(events)
-    modes = [policy.compile for policy in policies]
-    first = next(place for place, mode in enumerate(modes) if mode != "off")
-    assert first >= 10
-    assert modes[first] == "reduce-overhead"
-    assert policies[first].autocast != "off"
-    assert policies[first].memory_format == "channels_last"
-    assert decision.policy.compile == "reduce-overhead"
-    finding = next(finding for finding in decision.findings if finding.code == "compile-pays")
-    assert finding.figures["compile_s"] == 30
-    assert finding.figures["pays_after_steps"] > 1000
-
-
-def test_a_baseline_that_takes_longer_than_the_budget_is_measured_once(tmp_path: Path) -> None:
-    evaluator = Slow("resnet50", graphs_at_once=0)
-    with pytest.raises(NothingFeasibleError, match="could not be measured within the budget; give more with --budget"):
-        searched(tmp_path, evaluator, budget_s=60)
-    assert evaluator.measured == [STOCK]
-    assert evaluator.clock() < 90
-
-
-def test_compiling_that_the_number_of_trials_left_no_room_for_is_not_put_down_to_time(tmp_path: Path) -> None:
-    evaluator = RecordedEvaluator("resnet50", noise=0.002)
-    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock, trials=1), lambda _: None)
-    untried = next(finding for finding in decision.findings if finding.code == "compile-not-tried")
-    assert "no time" not in untried.message
-    assert "--trials" in untried.message
 
 
 def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
@@ -114,24 +34,6 @@ def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took()
     kept = _of_two(first, replace(first, step_ms=(5.0,) * 5, startup_s=0.0, graph_breaks=()))
     assert isinstance(kept, Measurement)
     assert (kept.mean_ms, kept.startup_s, kept.graph_breaks) == (5.0, 30.0, ("print",))
-
-
-def test_where_cuda_graphs_fail_the_model_is_compiled_without_them(tmp_path: Path) -> None:
-    evaluator = Compiling(
-        "resnet50",
-        noise=0.002,
-        graphs_at_once=0,
-        interfere=lambda policy: NO_GRAPHS if policy.compile == "reduce-overhead" else None,
-    )
-    decision, _ = searched(tmp_path, evaluator)
-    assert decision.policy.compile == "default"
-
-
-def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: Path) -> None:
-    _, events = searched(tmp_path, budget_s=4000)
-    ended = next(event for event in events if isinstance(event, SearchEnded))
-    assert ended.because == "no policy that is left promises to be better"
-    assert ended.trials < 120
 
 
 class Behind(RecordedEvaluator):
@@ -271,16 +173,6 @@ def test_a_graph_that_lacked_memory_beside_others_is_compiled_once_more_in_its_t
     assert graphs
     assert all(isinstance(trial.outcome, Measurement) for trial in graphs)
     assert decision.policy.compile != "off"
-
-
-@pytest.mark.parametrize("fusable", [True, False])
-def test_what_is_tried_first_has_the_fused_optimizer_where_there_is_one(*, fusable: bool) -> None:
-    prepared = RecordedEvaluator("resnet50").prepare(1.0)
-    prepared = replace(prepared, subject=replace(prepared.subject, fusable=fusable))
-    first = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).first
-    tried = [policy for policy in first if policy.fp32_math == "tf32" and policy.autocast == "off"]
-    assert {policy.memory_format for policy in tried} == {"contiguous", "channels_last"}
-    assert {policy.fused_optimizer for policy in tried} == {fusable}
 
 
 def test_nothing_compiles_in_the_background_while_the_largest_batch_is_looked_for(tmp_path: Path) -> None:
