@@ -31,7 +31,6 @@ MANY = tuple(Fp32Rule(path=name) for name in "abcd")
             },
         ),
         (STOCK, {}),
-        (Policy(batch_size=64, accumulate=4), {}),
         # Without autocast there are no FP32 rules and no loss scale; the last rule takes the FP32 math along.
         (
             Policy(autocast="fp16", fp32_modules=(HEAD,), loss_scale=LossScale(init=1024.0)),
@@ -41,18 +40,18 @@ MANY = tuple(Fp32Rule(path=name) for name in "abcd")
                 "loss_scale": Policy(autocast="fp16", fp32_modules=(HEAD,)),
             },
         ),
-        (
-            Policy(autocast="bf16", fp32_math="tf32", fp32_modules=(HEAD,)),
-            {
-                "autocast": Policy(fp32_math="tf32"),
-                "fp32_math": Policy(autocast="bf16", fp32_modules=(HEAD,)),
-                "fp32_modules: head": amp_recipe("bf16"),
-            },
-        ),
         # Many rules are reverted at once.
         (
             Policy(autocast="bf16", fp32_modules=MANY),
             {"autocast": STOCK, "fp32_modules: a + b + c + d": amp_recipe("bf16")},
+        ),
+        # Half weights take what belongs to them along.
+        (
+            Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, cudnn_benchmark=True),
+            {
+                "weights": Policy(cudnn_benchmark=True),
+                "cudnn_benchmark": Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True),
+            },
         ),
     ],
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from measurements import took
 from simulated.recorded import RecordedEvaluator
 from test_pipeline import request_in
 
@@ -19,7 +18,7 @@ from amptune.search.decide.decision import Decision
 from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
 from amptune.search.events import Compiling as GraphBegun
 from amptune.search.pipeline import tune_with
-from amptune.search.trials import _of_two
+from amptune.search.table.objective import THROUGHPUT, Objective
 
 MODES = ("default", "reduce-overhead")
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
@@ -27,13 +26,6 @@ NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found
 
 def tried(events: list[Event]) -> list[Policy]:
     return [event.trial.policy for event in events if isinstance(event, TrialEnded)]
-
-
-def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
-    first = took(9.0, startup_s=30.0, graph_breaks=("print",))
-    kept = _of_two(first, replace(first, step_ms=(5.0,) * 5, startup_s=0.0, graph_breaks=()))
-    assert isinstance(kept, Measurement)
-    assert (kept.mean_ms, kept.startup_s, kept.graph_breaks) == (5.0, 30.0, ("print",))
 
 
 class Behind(RecordedEvaluator):
@@ -63,13 +55,14 @@ def searched_behind(
     budget_s: float = 180,
     compile_s: float = 30.0,
     peak_mib: float = 5000.0,
+    objective: Objective = THROUGHPUT,
     **wanted: Any,
 ) -> tuple[Behind, Decision, list[Event]]:
     evaluator = evaluator or Behind("resnet50", noise=0.002, graphs_at_once=4)
     evaluator.peak_mib, evaluator.compile_s = lambda _: peak_mib, compile_s
     evaluator.true_ms = waiting_for_the_host
     request = request_in(folder, evaluator.clock, trials=None, **wanted)
-    request = replace(request, budget=replace(request.budget, seconds=budget_s))
+    request = replace(request, budget=replace(request.budget, seconds=budget_s), objective=objective)
     events: list[Event] = []
     return evaluator, tune_with(evaluator, request, events.append), events
 
