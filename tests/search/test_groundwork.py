@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 from simulated.recorded import RecordedEvaluator
+from test_pipeline import tuned_on
 
 from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.measure.results.training_runs import GradientParity, Parity
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Float8Rule, Policy, amp_recipe
+from amptune.search.events import PolicyJudged, TrialEnded
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.repair import cure_of
 from amptune.search.groundwork import examined
@@ -26,6 +29,7 @@ UNSOUND = Parity(
     )
 )
 NOT_MADE = Failure(kind="nonfinite", message="the loss is nan in the first step of batch 1")
+O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
 PATHS = [f"layer.{i}.{name}" for i in range(8) for name in ("conv", "norm", "relu")]
 
 
@@ -97,11 +101,13 @@ def test_each_policy_is_judged_once_whatever_its_batch() -> None:
         (STOCK, Policy(fp32_math="ieee"), True),
         (STOCK, Policy(fp32_math="tf32"), False),
         (Policy(fp32_math="tf32"), STOCK, True),
-        (Policy(fp32_math="ieee"), STOCK, False),
         (STOCK, amp_recipe("bf16"), False),
         (amp_recipe("bf16"), replace(amp_recipe("bf16"), batch_size=32), True),
         (amp_recipe("bf16"), amp_recipe("bf16", memory_format="channels_last"), False),
         (STOCK, Policy(compile="default"), False),
+        (STOCK, O2, False),
+        (O2, O2, True),
+        (O2, STOCK, True),
     ],
 )
 def test_fp32_as_precise_as_the_users_own_and_the_baseline_itself_are_not_judged(
@@ -117,12 +123,10 @@ TOO_LARGE = Failure(kind="error", message="value cannot be converted to type at:
     ("failure", "policy", "rejected"),
     [
         (TOO_LARGE, amp_recipe("fp16"), True),
-        (Failure(kind="unsupported", message="not implemented for 'Half'"), amp_recipe("fp16"), True),
         (Failure(kind="unsupported", message="no C++ compiler"), Policy(compile="default"), False),
         (Failure(kind="error", message="a result was overwritten"), Policy(compile="reduce-overhead"), False),
         (NOT_MADE, Policy(compile="reduce-overhead"), True),
         (Failure(kind="oom", message="CUDA out of memory"), amp_recipe("fp16"), False),
-        (Failure(kind="crash", message="the worker died"), amp_recipe("fp16"), False),
         (Failure(kind="timeout", message="no answer"), amp_recipe("fp16"), False),
     ],
 )
@@ -218,3 +222,24 @@ def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again(
         assert judge.judgements.unjudged_because(policy) == TOO_LARGE
     assert judge.judgements.is_graph_open(replace(other, autocast="fp16"))
     assert judge.judgements.unjudged_because(replace(other, compile="off")) is None
+
+
+def test_a_judgement_of_a_graph_in_fp8_or_of_half_weights_says_nothing_of_one_in_another_precision() -> None:
+    graph = Policy(autocast="bf16", compile="default")
+    for other in (replace(graph, float8_modules=(Float8Rule(path="head"),)), Policy(weights="half", compile="default")):
+        judge = judge_on(Faulty("resnet50", unsound=lambda policy, other=other: policy == other))  # type: ignore[misc]
+        judge.judge_graph(other)
+        assert judge.judgements.bars(other)
+        assert not judge.judgements.bars(graph)
+
+
+def test_a_dtype_that_nothing_cures_is_not_searched_and_may_come_back_in_a_later_tuning(tmp_path: Path) -> None:
+    """As where there was no time to find its cure."""
+    decision, events = tuned_on(Faulty("resnet50", unsound=lambda policy: policy.autocast == "fp16"), tmp_path)
+    assert decision.policy.autocast != "fp16"
+    judged = [isinstance(event, PolicyJudged) and event.judgement.policy.autocast == "fp16" for event in events]
+    later = [event.trial.policy for event in events[judged.index(True) :] if isinstance(event, TrialEnded)]
+    assert "fp16" not in {policy.autocast for policy in later if policy.compile == "off"}, "a graph may have been begun"
+    again, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path)
+    assert len(again.trials) > len(decision.trials)
+    assert again.policy.autocast == "fp16"

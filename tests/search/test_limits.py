@@ -55,11 +55,9 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
         (with_gradient(size=0.0, slope=0.0), None, "gradient-size"),
         (with_gradient(size=9.0), None, "gradient-size"),
         (with_gradient(slope=0.6), None, "gradient-slope"),
-        (with_gradient(slope=-1.0), None, "gradient-slope"),
         # Noise between batches excuses nothing; what rounding the weights does in FP32 is no fault of the policy.
         (with_gradient(error=0.5, noise=5.0, rounding=0.07), None, "gradient-error"),
         (with_gradient(error=0.5, noise=0.0, rounding=0.09), None, ""),
-        (with_gradient(error=0.5, bias=0.5, rounding=0.09), None, ""),
         (with_gradient(error=1.3, bias=1.3, rounding=ILL_CONDITIONED), None, ""),
         # A gradient that is gone is a fault however ill conditioned it is, and however small, as Adam takes as large a
         # step by it; unless it is noise in FP32 too.
@@ -68,15 +66,10 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
         (with_gradient(**GONE, share=1e-9), None, ""),
         # An error that is small beside the whole gradient does no harm; the finer the rounding, the smaller.
         (with_gradient(**NOISE, rounding=0.1, share=1e-7), None, ""),
-        (with_gradient(**NOISE, rounding=1.4, share=1e-7), None, ""),
         (replace(with_gradient(error=1.0, share=3e-4), precision=ROUNDING["bf16"]), None, ""),
         (replace(with_gradient(error=1.0, share=3e-4), precision=ROUNDING["fp16"]), None, "gradient-error"),
-        # The first BatchNorm of SEMNASNet, before a depthwise convolution and another, on 64 pictures of 224 x 224.
-        (with_gradient(size=4730.0, error=4730.0, slope=164.0, rounding=0.716, share=1.1e-6), None, ""),
-        (with_gradient(size=4730.0, error=4730.0, slope=164.0, rounding=0.716, share=3e-6), None, "gradient-size"),
         # What is noise in FP32 may be larger noise, but 20,000 times that is 1 %.
         (with_gradient(share=4e-7, rounding=1.2, size=1900.0, error=1900.0, slope=0.0), None, ""),
-        (with_gradient(share=4e-7, rounding=0.05, size=1900.0, error=1900.0, slope=0.0), None, "gradient-size"),
         (with_gradient(share=4e-7, rounding=1.2, size=20_000.0, error=20_000.0, slope=0.0), None, "gradient-size"),
         # A loss above FP32's by more than its replicas differ, or far below.
         (Parity(drift=3.5, drift_share=0.07), None, "loss-drifts"),
@@ -86,16 +79,17 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
         (Parity(buffers=(replace(RUINED, apart=0.5),)), None, ""),
         (Parity(skipped_share=0.5), None, "steps-skipped"),
         (BROKEN, 1e9, "breaks"),
+        # A figure that is no number is a fault.
+        (Parity(drift=math.nan), None, "loss-drifts"),
+        (with_gradient(vanished=math.nan), None, "gradient-vanishes"),
         # The user's own evaluation joins the other figures, unless FP32 is at chance too.
         (Parity(**EVALUATED), None, ""),
         (Parity(**EVALUATED), 0.02, ""),
         (Parity(**EVALUATED), 0.001, "evaluates-differently"),
-        (Parity(**EVALUATED), 0, "evaluates-differently"),
         (Parity(**EVALUATED, drift=9.0), 0.02, "loss-drifts"),
         (Parity(evaluated=math.nan, evaluated_fp32=0.7), 1.0, "evaluates-differently"),
         (Parity(evaluated=0.12, evaluated_fp32=0.105, evaluated_at_start=0.1), 0.01, ""),
         (Parity(evaluated=0.12, evaluated_fp32=0.105, evaluated_at_start=0.05), 0.01, "evaluates-differently"),
-        (Parity(evaluated=0.4, evaluated_fp32=0.905, evaluated_at_start=0.9), 0.02, "evaluates-differently"),
     ],
 )
 def test_what_is_a_fault_is_named_by_its_code(parity: Parity, tolerance: float | None, expected: str) -> None:
@@ -104,11 +98,6 @@ def test_what_is_a_fault_is_named_by_its_code(parity: Parity, tolerance: float |
     assert judgement.passes == (not expected)
     if expected.startswith("gradient"):
         assert judgement.shortcomings[0].module == "a"
-
-
-def test_a_figure_that_is_no_number_is_a_fault() -> None:
-    assert codes(Parity(drift=float("nan"))) != []
-    assert codes(with_gradient(vanished=float("nan"))) != []
 
 
 NEAR, FAR = 2 * 0.3, 4 * 0.3  # errors of a gradient: two and four times what is allowed

@@ -51,17 +51,11 @@ def pairs_of(policy: Callable[[CurvePair], LossCurve], fp32: Callable[[CurvePair
     return tuple(CurvePair(seed=pair.seed, fp32=own(pair), policy=policy(pair)) for pair in look().pairs)
 
 
-def flat(*levels: float) -> list[LossCurve]:
-    return [LossCurve(losses=(level,) * STEPS) for level in levels]
-
-
 def with_buffer(one: LossCurve, value: float) -> LossCurve:
     return replace(one, buffers={"norm.average": np.array([value], dtype=np.float32)})
 
 
 LATE = pairs_of(lambda p: LossCurve(losses=(*p.policy.losses[:180], *(2 * x for x in p.policy.losses[180:]))))
-FLAT = zip(range(3), flat(1, 1.02, 0.98), flat(1.08, 1.04, 1), strict=True)
-SHORT = pairs_of(lambda p: curve(p.seed, steps=5, own=1), lambda p: curve(p.seed, steps=5))
 BUFFERS = pairs_of(lambda p: with_buffer(p.policy, 0.5), lambda p: with_buffer(p.fp32, 1 + p.seed / 100))
 ALIKE = pairs_of(lambda _: curve(0, 1.001), lambda _: curve(0))
 SPENT = "the budget was spent"
@@ -79,23 +73,13 @@ def evaluated(policys: float) -> Any:
     [
         (look(), "met", "trains like FP32, over 200 steps and 5 seeds; at most, loss in "),
         (look(1.3), "missed", r"does not train like FP32: loss in .*\(±.* is allowed"),
-        # A loss below FP32's is harmless until it must be another loss.
-        (look(0.9), "met", "trains like"),
         (look(0.3), "missed", "does not"),
         (look(pairs=LATE), "missed", "does not train like FP32: loss in steps 181 to 200"),
-        (
-            look(pairs=tuple(CurvePair(seed=i, fp32=own, policy=theirs) for i, own, theirs in FLAT), seeds=3),
-            "open",
-            "could not tell: loss in .*the interval reaches beyond; give more --seeds",
-        ),
         (look(seeds=2, stopped=SPENT), "open", "could not tell: an answer needs 3 seeds .trained: 2.; the budget was"),
-        (look(pairs=SHORT, stopped=SPENT), "open", "could not tell: an answer needs 20 steps .trained: 5.; the budget"),
         # Curves that were cut short can miss but not meet.
         (look(steps=2000), "open", "could not tell: the first 200 of 2,000 steps are like FP32's"),
-        (look(1.3, steps=2000), "missed", "does not"),
         # What evaluate(model) gives is held to FP32's seeds or the tolerance.
         (look(pairs=evaluated(0.9)), "missed", r".*evaluate\(model\) is 0.902"),
-        (look(pairs=evaluated(0.9), tolerance=0.1), "met", "trains like"),
         (look(pairs=evaluated(0.95), tolerance=0), "met", "trains like"),
         (
             look(pairs=BUFFERS),
