@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -110,41 +106,3 @@ def _worker(where: Path | str, output: Path) -> tuple[subprocess.Popen[bytes], P
     command = [sys.executable, "-c", WORKER, str(where), str(TESTS), str(TESTS / "search"), *sys.path]
     with output.open("wb") as stream:
         return subprocess.Popen(command, stdout=stream), output
-
-
-POSTGRESQL = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None)
-
-
-@contextmanager
-def postgresql(folder: Path) -> Iterator[str]:
-    """A server of PostgreSQL on loopback, as Debian's packages bring it; the URL of an empty database."""
-    assert POSTGRESQL is not None
-    programs, data, port = POSTGRESQL.parent, folder / "data", _free_port()
-    data.mkdir()
-    as_owner: list[str] = []
-    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-        as_owner = ["runuser", "-u", "postgres", "--"]
-        for place in (folder, data):
-            shutil.chown(place, "postgres")
-        for parent in folder.parents:
-            if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
-                parent.chmod(parent.stat().st_mode | 0o011)
-
-    def run(*command: str) -> None:
-        subprocess.run([*as_owner, *command], check=True, capture_output=True, cwd="/")
-
-    run(str(programs / "initdb"), "-D", str(data), "-U", "amptune", "-A", "trust", "--no-sync")
-    options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    run(str(programs / "pg_ctl"), "-D", str(data), "-w", "-l", str(folder / "server.log"), "-o", options, "start")
-    try:
-        yield f"postgresql+psycopg2://amptune@127.0.0.1:{port}/postgres"
-    finally:
-        run(str(programs / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop")
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

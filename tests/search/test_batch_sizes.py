@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from simulated.recorded import RecordedEvaluator, recorded_ms
@@ -29,38 +29,32 @@ def saturating(policy: Policy) -> float:
     return own_ms * (fixed + (1 - fixed) * (policy.batch_size or OWN) / OWN)
 
 
-class Ticking(RecordedEvaluator):
-    """Every measurement takes simulated time."""
-
-    takes_s: ClassVar[float] = 1.5
-    launch_s: ClassVar[float] = 2.0
-
-
 def tuned(
     folder: Path, *, budget_s: float = 400, peak_mib: Callable[[Policy], float] | None = None, **wanted: Any
-) -> tuple[Decision, Ticking]:
-    evaluator = Ticking("resnet50", noise=0.002, true_ms=saturating)
+) -> tuple[Decision, RecordedEvaluator]:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002, true_ms=saturating)
     evaluator.peak_mib = peak_mib or evaluator.peak_mib
     request = request_in(folder, evaluator.clock, trials=None, **wanted)
     request = replace(request, budget=replace(request.budget, seconds=budget_s))
     return tune_with(evaluator, request, lambda _: None), evaluator
 
 
-def test_a_global_batch_that_cannot_be_made_up_is_refused_with_sizes_that_can(tmp_path: Path) -> None:
+def test_the_batch_sizes_of_a_global_batch_are_its_divisors_found_at_once() -> None:
+    for samples in (1, 2, 36, 97, 1000):
+        assert GlobalBatch(samples=samples).batch_sizes == tuple(n for n in range(1, samples + 1) if samples % n == 0)
+    assert GlobalBatch(samples=10**12).batch_sizes[-2:] == (5 * 10**11, 10**12)
+
+
+def test_a_global_batch_that_cannot_be_made_up_is_refused_with_sizes_that_can() -> None:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    wanted = Wanted(baseline=Policy(), pins={}, global_batch=GlobalBatch(samples=1000))
     with pytest.raises(SpaceError, match=r"--batch-size: .*125"):
-        tuned(tmp_path, global_batch=GlobalBatch(samples=1000))
+        candidates_for(prepared, wanted)
+    own = replace(prepared, subject=replace(prepared.subject, own_step=True))
+    with pytest.raises(SpaceError, match="step of your own"):
+        candidates_for(own, replace(wanted, global_batch=GlobalBatch(samples=256)))
     with pytest.raises(SpaceError, match="3 devices"):
         GlobalBatch(samples=1000, devices=3)
-
-
-@pytest.mark.parametrize("samples", [1, 2, 36, 97, 1000])
-def test_the_batch_sizes_of_a_global_batch_are_its_divisors(samples: int) -> None:
-    whole = GlobalBatch(samples=samples)
-    assert whole.batch_sizes == tuple(n for n in range(1, samples + 1) if samples % n == 0)
-
-
-def test_the_batch_sizes_of_a_huge_global_batch_are_found_at_once() -> None:
-    assert GlobalBatch(samples=10**12).batch_sizes[-2:] == (5 * 10**11, 10**12)
 
 
 @pytest.mark.parametrize(("wanted", "pinned"), [(True, "off"), (False, "default"), (False, "max-autotune")])
@@ -82,16 +76,8 @@ def test_a_global_batch_is_made_up_by_the_baselines_own_batches_too(tmp_path: Pa
     assert told.figures["batch_size"] == decision.policy.batch_size
 
 
-def test_a_global_batch_is_refused_for_a_step_of_the_users_own() -> None:
-    prepared = RecordedEvaluator("resnet50").prepare(1.0)
-    own = replace(prepared, subject=replace(prepared.subject, own_step=True))
-    wanted = Wanted(baseline=Policy(), pins={}, global_batch=GlobalBatch(samples=256))
-    with pytest.raises(SpaceError, match="step of your own"):
-        candidates_for(own, wanted)
-
-
 def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_path: Path) -> None:
-    class Blind(Ticking):
+    class Blind(RecordedEvaluator):
         def prepare(self, limit_s: float) -> Prepared:
             return replace(super().prepare(limit_s), memory_mib=None)
 
@@ -123,5 +109,3 @@ def test_memory_that_a_policy_frees_is_told_beside_it(
     found = [finding for finding in decision.findings if finding.code == "memory-freed"]
     assert [finding.message.split(":")[0] for finding in found] == ([] if told is None else [told])
     assert [finding.figures for finding in found] == [{"freed_mib": 2000.0, "peak_memory_mib": 3000.0}][: len(found)]
-    codes = [finding["code"] for finding in decision.policy_file.evidence["findings"]]
-    assert codes.count("memory-freed") == len(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from killed_workers import POSTGRESQL, TESTS, killed, postgresql
+from killed_workers import TESTS, killed
 from test_policy_sampler import opened
 
 from amptune.errors import DeviceError, StudyError
@@ -103,17 +102,9 @@ def test_a_folder_that_another_device_uses_is_not_removed_with_a_failed_start(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("storage", ["journal", "sqlite", "postgresql"])
-def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str) -> None:
-    if storage == "journal":
-        left = killed(tmp_path / "study", 5, workers=2)
-    elif storage == "sqlite":
-        left = killed(f"sqlite:///{tmp_path / 'study.db'}", 5, workers=2)
-    elif POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
-        pytest.skip("needs PostgreSQL and psycopg2")
-    else:
-        with postgresql(tmp_path) as url:
-            left = killed(url, 5, workers=2)
+@pytest.mark.parametrize("database", [False, True])
+def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, database: bool) -> None:
+    left = killed(f"sqlite:///{tmp_path / 'study.db'}" if database else tmp_path / "study", 5, workers=2)
     assert left.told > 0
     assert (left.lost, left.twice, left.running) == (0, 0, 0)
 

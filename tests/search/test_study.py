@@ -18,7 +18,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Dimension, Point, Space
+from amptune.search.space.knobs import Dimension, Point, Space, with_knob
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
@@ -77,20 +77,24 @@ def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said
     store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
     asked: list[object] = []
     for number in range(40):
-        known = {"autocast": knob.choices[number % 2]} if number < 12 else None
-        if known:
-            store.enqueue(Point(known))
+        if number < 12:
+            store.enqueue(Point({"autocast": knob.choices[number % 2]}))
         handle = store.ask(store._teller or TPESampler(seed=0))
         store.settle(handle)
         store.claim(handle, Policy(autocast=handle.params["autocast"]))
         failed = handle.params["autocast"] == "bf16"
         outcome = Failure(kind="oom", message="") if failed else took(10.0)
-        score = 9.0 if failed else 1.0
         row = Row(policy=STOCK, outcome=outcome, run="", launch="", moment_s=float(number))
-        told = SimpleNamespace(outcome=outcome, seconds=1.0, samples_per_s=score, row=row)
+        told = SimpleNamespace(outcome=outcome, seconds=1.0, samples_per_s=9.0 if failed else 1.0, row=row)
         store.tell(handle, told)  # type: ignore[arg-type]
-        asked += [] if known else [handle.params["autocast"]]
+        asked += [handle.params["autocast"]] if number >= 12 else []
     assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more
+
+
+def test_a_storage_that_never_gives_what_it_was_asked_for_ends_the_search(study: Study, candidates: Candidates) -> None:
+    study.adopt(with_knob(candidates.space, "batch_size", (32, 64), stock=32), candidates.policy_of)
+    with pytest.raises(StudyError, match="none of the policies"):
+        study.suggest()
 
 
 def test_a_study_that_another_version_wrote_is_a_clear_error() -> None:
