@@ -7,7 +7,7 @@ from measurements import took
 from tables import BF16, decided, in_turn, row
 
 from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.table.ablation import ablated, variants_of
 from amptune.search.table.effects import GPU
 from amptune.search.table.objective import objective_of
@@ -31,15 +31,6 @@ MANY = tuple(Fp32Rule(path=name) for name in "abcd")
             },
         ),
         (STOCK, {}),
-        # Without autocast there are no FP32 rules and no loss scale; the last rule takes the FP32 math along.
-        (
-            Policy(autocast="fp16", fp32_modules=(HEAD,), loss_scale=LossScale(init=1024.0)),
-            {
-                "autocast": STOCK,
-                "fp32_modules: head": Policy(autocast="fp16", loss_scale=LossScale(init=1024.0)),
-                "loss_scale": Policy(autocast="fp16", fp32_modules=(HEAD,)),
-            },
-        ),
         # Many rules are reverted at once.
         (
             Policy(autocast="bf16", fp32_modules=MANY),

@@ -91,13 +91,11 @@ def test_what_is_allowed_runs_together_and_a_pin_leaves_what_has_its_value(
         ("cpu", {}, {}, "checkpoint", {()}),
         ("cpu", {}, {"saves_memory": True, "of_model": ()}, "checkpoint", {()}),
         ("cpu", {"checkpoint": "all"}, {}, "checkpoint", {ALL}),
-        ("cpu", {"checkpoint": "none"}, {"saves_memory": True}, "checkpoint", {()}),
         *((space, {"autocast": "bf16"}, {}, "float8_modules", {(), FLOAT8}) for space in ("ada", "hopper")),
         ("ampere", {"autocast": "bf16"}, {}, "float8_modules", {()}),
         ("hopper", {"autocast": "bf16"}, {"of_model": ()}, "float8_modules", {()}),
         ("hopper", {"autocast": "bf16", "float8_modules": "wide"}, {}, "float8_modules", {FLOAT8}),
         *((space, {}, {}, "weights", {"fp32", "half"}) for space in ("maxwell", "pascal-6.0", "turing", "volta")),
-        ("ampere", {}, {}, "weights", {"fp32"}),
         ("hopper", {"weights": "half"}, {}, "recipe", {O2}),
         (
             "hopper",
@@ -145,17 +143,6 @@ def test_a_study_is_the_same_for_every_objective_and_another_by_a_pin_or_a_devic
     assert candidates("cpu", saves_memory=True).study_name == whole
     others = candidates("cpu", ("checkpoint", "all")), candidates("cpu", devices=2)
     assert whole not in {one.study_name for one in others}
-
-
-@pytest.mark.parametrize("space", ["turing", "hopper"])
-def test_a_recorded_pass_is_measured_right_behind_the_first_recipe_and_others_behind_the_second(space: str) -> None:
-    """A second recipe is hardly faster than the first (MobileNetV3 on an H200, where it takes cuDNN 10 s to start)."""
-    tried = candidates(space, of_model=())
-    recorded = [policy for policy in tried.soon if policy.cuda_graphs]
-    first, *others = tried.amp_recipes
-    order = [STOCK, first, recorded[0], *others, *recorded[1:]]
-    assert list(tried.soon[: len(order)]) == order
-    assert set(tried.known_good) <= set(tried.soon) <= set(tried.first)
 
 
 def test_what_half_weights_need_stays_in_fp32_in_all_of_them_and_what_nothing_cures_is_not_tried() -> None:

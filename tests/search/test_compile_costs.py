@@ -46,22 +46,9 @@ def test_a_graph_that_lay_in_the_cache_of_an_earlier_trial_costs_what_that_one_t
     assert findings_of(outcomes, fused)["compile-pays"].figures == {"compile_s": 30.0, "pays_after_steps": 6000}
 
 
-def test_that_compiling_was_no_use_is_told() -> None:
-    found = findings_of({EAGER: took(28.8), COMPILED: took(36.5, startup_s=30.0)}, EAGER)
-    assert found.keys() == {"compile-not-needed"}
-    assert "0.79 times" in found["compile-not-needed"].message
-
-
 def test_failures_are_counted_and_the_most_frequent_is_named() -> None:
     why = Failure(kind="unsupported", message="no Triton here")
     found = findings_of({EAGER: took(25.0), COMPILED: why, replace(COMPILED, fused_optimizer=True): why}, EAGER)
     assert found.keys() == {"compile-failed"}
     assert found["compile-failed"].figures == {"failed": 2, "of": 2}
     assert "no Triton here" in found["compile-failed"].message
-
-
-def test_breaks_and_recompilations_are_told_of() -> None:
-    outcome = took(20.0, graph_breaks=("a call to print",), recompiled=3)
-    found = findings_of({EAGER: took(25.0), COMPILED: outcome}, COMPILED)
-    assert "a call to print" in found["graph-breaks"].message
-    assert found["recompiles"].figures == {"graphs": 3}

@@ -81,20 +81,17 @@ def sensed(*modules: ModuleSensitivity, cast_ms_per_mib: float = 0.0) -> Sensiti
 
 A, B, D = module("a", 1.0, 0.5), module("b", 0.5, 1.0, after="a", mib=1), module("d", 1.0, 0.5, after="c", mib=1)
 LAYERS = [module(f"layer.{i}", 0.5, 0.7, after=f"layer.{i - 1}" if i else "") for i in range(4)]
-UNTIMED = replace(module("dropout", 1.0, 2.0), fp32_ms=None, half_ms={"bf16": None})
 
 
 @pytest.mark.parametrize(
     ("modules", "cast_ms", "kept"),
     [
         ((A, B), 0.0, [("b",)]),
-        ((A, module("b", 1.0, 0.6, after="a")), 0.0, []),
         ((A, B, module("c", 1.0, 0.5, after="b", mib=1)), 0.01, [("b",)]),
         ((A, B, module("c", 1.0, 0.5, after="b", mib=1)), 1.0, []),  # the casts take more
         ((A, B, module("c", 0.4, 1.0, after="b", mib=1), D), 0.15, [("b", "c")]),  # no cast between these two
         ((module("conv", 0.9, 1.0), module("relu", 0.8, 0.4, "follows", after="conv")), 0.0, []),
         (LAYERS, 0.0, [tuple(f"layer.{i}" for i in range(4))]),  # of one kind
-        ((UNTIMED, A), 0.0, []),
     ],
 )
 def test_what_is_faster_in_fp32_with_its_casts_is_kept_there(
@@ -125,13 +122,3 @@ def test_every_rung_of_the_ladder_covers_the_ones_below_and_says_what_each_rule_
         below = covered
     assert ladder.rules(0, "bf16", "contiguous") == ladder.rules(1, "bf16", "channels_last") == ()
     assert ladder.rules(99, "bf16", "contiguous") == ladder.rules(height, "bf16", "contiguous")
-
-
-def test_what_autocast_brings_to_fp32_may_be_run_in_half_but_for_what_comes_last() -> None:
-    sensitivity = sensed(
-        module("linear", 1.0, 0.5),
-        module("norm", 0.2, 0.3, "fp32", after="linear"),
-        module("criterion", 0.1, 0.1, "fp32", after="norm"),
-    )
-    ladder = ladder_by_time(subject_of(sensitivity), {"contiguous": sensitivity})
-    assert [str(rule) for rule in ladder.half] == ["norm"]

@@ -43,16 +43,6 @@ def test_few_culprits_are_found_in_few_questions_wherever_they_stand(count: int,
     assert most <= 1.5 * culprits * math.log2(count / culprits) + culprits
 
 
-def test_a_guess_that_cures_is_searched_alone_and_another_is_not() -> None:
-    oracle = Oracle([UNITS[700], UNITS[900]])
-    suspects = [UNITS[900], UNITS[3], UNITS[700]]
-    assert smallest_cure(UNITS, oracle, suspects=suspects) == (UNITS[700], UNITS[900])
-    assert len(oracle.asked) <= 6
-    oracle = Oracle([UNITS[5], UNITS[40]])
-    assert smallest_cure(UNITS[:64], oracle, suspects=UNITS[:8]) == (UNITS[5], UNITS[40])
-    assert oracle.asked[:2] == [tuple(UNITS[:8]), tuple(UNITS[:64])]
-
-
 FEW = st.sampled_from(UNITS[:12])
 
 

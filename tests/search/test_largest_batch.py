@@ -105,22 +105,27 @@ def find_largest(
     device=devices([(0.0003, 0.002), (0.02, 0.3), (0.75, 0.9), (1.0, 12.0)]),
     trouble=st.sampled_from([{}, {"fragments": 0.08, "caches": 0.15}, {"gives_mib": 0.4 * LIMIT_MIB}]),
     known=st.booleans(),
+    times=st.sampled_from([None, 24, 210]),
 )
 def test_few_runs_find_what_fits_with_two_out_of_memory_at_most(
-    device: Device, trouble: dict[str, Any], known: bool
+    device: Device, trouble: dict[str, Any], known: bool, times: int | None
 ) -> None:
+    """Of all sizes, or of the divisors of a global batch."""
     device = replace(device, ran=set(), **trouble)
     model = device.model
     if known and device.fits(device.own):
         model = model.with_outcome(STOCK, device.own, device(device.own))
-    found = find_largest(device, device.own, model)
+    divisors = [n for n in range(1, times * device.own + 1) if times * device.own % n == 0] if times else None
+    found = find_largest(device, device.own, model, allowed=divisors)
     sizes = [probe.batch_size for probe in found.probes]
     assert len(set(sizes)) == len(sizes) <= 6
     assert found.ooms <= 2
     assert found.batch_size is None or found.batch_size in device.ran
     assert found.batch_size is not None or device.largest < 2 or found.ooms
     largest = min(device.largest, MOST_TIMES_OWN * device.own)
-    if not trouble and largest >= 64:
+    if divisors is not None:
+        assert found.batch_size is None or found.batch_size in divisors
+    elif not trouble and largest >= 64:
         assert (found.batch_size or 0) >= 0.97 * largest
 
 
@@ -150,23 +155,6 @@ def test_on_real_courses_and_where_a_handful_fill_the_memory_the_answer_is_withi
     assert found.ooms <= 1 or device.own == 1
 
 
-@settings(deadline=None, max_examples=50)
-@given(device=devices(), times=st.sampled_from([24, 60, 210, 256]))
-def test_of_the_divisors_of_a_global_batch_the_largest_that_fits_is_found(device: Device, times: int) -> None:
-    samples = device.own * times
-    divisors = [n for n in range(1, samples + 1) if samples % n == 0]
-    found = find_largest(device, device.own, allowed=divisors)
-    assert found.batch_size == max(n for n in divisors if device.fits(n))
-    assert found.ooms <= 1
-    assert {probe.batch_size for probe in found.probes} <= set(divisors)
-
-
-def test_a_known_size_that_is_not_allowed_is_no_answer() -> None:
-    device = Device(own=100, each_mib=LIMIT_MIB / 110, weights_mib=0)
-    model = MemoryModel(limit_mib=LIMIT_MIB).with_outcome(STOCK, 100, device(100))
-    assert find_largest(device, 100, model, allowed=[64, 96, 128]).batch_size == 96
-
-
 @pytest.mark.parametrize("kind", ["error", "timeout"])
 def test_sizes_that_fail_for_another_reason_are_gone_below_and_the_answer_is_what_was_confirmed(
     kind: FailureKind,
@@ -182,21 +170,6 @@ def test_sizes_that_fail_for_another_reason_are_gone_below_and_the_answer_is_wha
         assert (tried, found.batch_size) == ([32, 528], 32)
     else:
         assert 60 <= found.batch_size <= 100
-
-
-@pytest.mark.parametrize(
-    ("run", "own", "size", "because"),
-    [
-        (lambda n: measurement(10.0 + 1e-4 * n, 20.0 + 1e-4 * n), 2, 8192, "it is 4096 times the own batch"),
-        (lambda _: OOM, 128, None, "a batch of 2 does not fit, and none below was tried"),
-        (lambda _: OOM, 1, None, "even a batch of 1 does not fit"),
-    ],
-)
-def test_an_answer_says_why_no_larger_size_was_tried(
-    run: Callable[[int], Outcome], own: int, size: int | None, because: str
-) -> None:
-    found = find_largest(run, own)
-    assert (found.batch_size, found.because) == (size, because)
 
 
 def test_a_run_that_took_more_than_the_limit_is_no_answer_where_nothing_enforces_it() -> None:

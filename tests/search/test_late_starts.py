@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from measurements import took
 from tables import BF16, FP16, row
-from test_trials import searched_behind
 
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK
 from amptune.search.table.late_start import late_starts
-from amptune.search.table.objective import Objective
 
 GRAPH = BF16.compiled("reduce-overhead")
 LARGE = replace(GRAPH, batch_size=64)
@@ -45,13 +42,3 @@ def test_a_graph_has_to_win_back_what_compiling_it_took(rows: list[object], step
     if GRAPH in found:
         assert str(found[GRAPH]) == f"starting takes 40 s, which {steps:,} steps do not win back from {BF16}"
         assert found[GRAPH].speedup == pytest.approx(1.25)
-
-
-@pytest.mark.parametrize(("steps", "compiled"), [(100, False), (10_000_000, True)])
-def test_a_short_training_is_tuned_without_a_graph_and_a_long_one_with_it(
-    steps: int, compiled: bool, tmp_path: Path
-) -> None:
-    _, decision, _ = searched_behind(tmp_path, objective=Objective(steps=steps))
-    assert (decision.policy.compile != "off") is compiled
-    late = [finding.figures["steps"] for finding in decision.findings if finding.code == "starts-late"]
-    assert late == ([] if compiled else [steps])

@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from killed_workers import TESTS, killed
 from test_policy_sampler import opened
 
 from amptune.errors import DeviceError, StudyError
@@ -20,6 +19,7 @@ from amptune.search.sampler.backend import database_at
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
 
+TESTS = Path(__file__).resolve().parents[1]
 RECIPE = amp_recipe("bf16")
 
 
@@ -99,14 +99,6 @@ def test_a_folder_that_another_device_uses_is_not_removed_with_a_failed_start(tm
     with pytest.raises(DeviceError), locked(where, "cuda:0"), locked(where, "cuda:1"):
         raise DeviceError("gone")
     assert where.is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("database", [False, True])
-def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, database: bool) -> None:
-    left = killed(f"sqlite:///{tmp_path / 'study.db'}" if database else tmp_path / "study", 5, workers=2)
-    assert left.told > 0
-    assert (left.lost, left.twice, left.running) == (0, 0, 0)
 
 
 def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> None:

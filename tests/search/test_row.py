@@ -103,8 +103,6 @@ OWN_TURN, RESTLESS = in_loop(STOCK, 12.0), in_loop(BF16_LAST, 90.0, settled=Fals
         ([*TRIALS, in_loop(BF16, 17.0)], False),  # the baseline had no turn
         ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, wait_share=0.5)], False),
         ([TRIALS[0], row(BF16, 11.0), OWN_TURN, in_loop(BF16, 17.0)], False),  # the trial had said so
-        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, contaminated_by=("foreign-process",))], False),
-        ([*TRIALS, RESTLESS], False),  # the trial showed them too
         ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS], True),
         ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS, in_loop(BF16_LAST, 4.1)], False),
     ],

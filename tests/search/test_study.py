@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from measurements import took
 from optuna.samplers import TPESampler
 from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator
@@ -18,8 +16,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Dimension, Point, Space, with_knob
-from amptune.search.table.row import Row
+from amptune.search.space.knobs import Dimension, Space, with_knob
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -70,25 +67,6 @@ def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_expla
     assert amp_recipe("bf16", memory_format="channels_last") in near
     assert amp_recipe("fp16") not in near
     assert replace(WINNER, cudnn_benchmark=True) not in near
-
-
-def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:
-    knob = Dimension(name="autocast", choices=("off", "bf16"))
-    store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
-    asked: list[object] = []
-    for number in range(40):
-        if number < 12:
-            store.enqueue(Point({"autocast": knob.choices[number % 2]}))
-        handle = store.ask(store._teller or TPESampler(seed=0))
-        store.settle(handle)
-        store.claim(handle, Policy(autocast=handle.params["autocast"]))
-        failed = handle.params["autocast"] == "bf16"
-        outcome = Failure(kind="oom", message="") if failed else took(10.0)
-        row = Row(policy=STOCK, outcome=outcome, run="", launch="", moment_s=float(number))
-        told = SimpleNamespace(outcome=outcome, seconds=1.0, samples_per_s=9.0 if failed else 1.0, row=row)
-        store.tell(handle, told)  # type: ignore[arg-type]
-        asked += [handle.params["autocast"]] if number >= 12 else []
-    assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more
 
 
 def test_a_storage_that_never_gives_what_it_was_asked_for_ends_the_search(study: Study, candidates: Candidates) -> None:

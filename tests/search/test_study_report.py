@@ -11,8 +11,7 @@ from simulated.recorded import RecordedEvaluator
 from test_objective import ENERGY, MEMORY, peak_mib, recording, speed_costs_memory, tuned_for
 from test_pipeline import request_in
 
-from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
-from amptune.measure.results.outcome import Failure
+from amptune.errors import ObjectiveError, StudyError
 from amptune.policy.settings import STOCK, amp_recipe
 from amptune.search.decide.study_report import command_of, study_report_of
 from amptune.search.pipeline import tune_with
@@ -54,15 +53,6 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
         "--max-memory 61440MiB --device cuda:1 --no-compile --set autocast=bf16 "
         f"--objective throughput --steps 100 --study {tmp_path}"
     )
-
-
-def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
-    decision, _ = tuned_for(THROUGHPUT, tmp_path, trials=8)
-    evaluator = recording()
-    evaluator.interfere = lambda _: Failure(kind="oom", message="above the 100 MiB allowed")
-    with pytest.raises(NothingFeasibleError):
-        tuned_for(THROUGHPUT, tmp_path, evaluator, memory_mib=100.0)
-    assert study_report_of(recall(tmp_path), THROUGHPUT).policy == decision.winner
 
 
 # --- what a study remembers -------------------------------------------------------------------------------------------

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 from simulated.recorded import RecordedEvaluator
 from test_exclusions import recorded
-from test_pipeline import tuned_on
 
 from amptune.measure.results.half_effects import Half, Sensitivity
-from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.groundwork import FILE, Modules
@@ -23,23 +21,18 @@ from amptune.search.space.knobs import restrict
 
 @dataclass
 class Timed(RecordedEvaluator):
-    """Gives the times that VGG16's modules took on an H200, whatever the layout. One returns FP32 if it is `wide`."""
+    """Gives the times that VGG16's modules took on an H200, whatever the layout."""
 
     sensed: list[Policy] = field(default_factory=list)
-    fails: bool = False
-    wide: str | None = None
 
     def prepare(self, limit_s: float) -> Prepared:
         prepared = super().prepare(limit_s)
         modules = tuple(Module(path=one.path, types=("Any", "Module")) for one in recorded("vgg16").modules)
         return replace(prepared, subject=replace(prepared.subject, modules=modules))
 
-    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:
-        if self.fails:
-            return super().sense(policy, dtypes, limit_s)
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity:  # noqa: ARG002
         self.sensed.append(policy)
-        modules = [replace(m, stream="fp32") if m.path == self.wide else m for m in recorded("vgg16").modules]
-        return replace(recorded("vgg16"), modules=tuple(modules))
+        return recorded("vgg16")
 
 
 def times_in(folder: Path, evaluator: Timed, layouts: Sequence[str] = ("contiguous", "channels_last")) -> object:
@@ -78,18 +71,3 @@ def test_a_file_that_is_none_of_ours_is_measured_anew(tmp_path: Path, content: s
     (tmp_path / FILE).write_text(content.replace("KEY", key))
     assert times_in(tmp_path, evaluator) is not None
     assert len(evaluator.sensed) == 4
-
-
-def test_another_ladder_is_the_same_study_and_its_savings_stand_in_the_rules(tmp_path: Path) -> None:
-    """What autocast keeps in FP32 is tried in half once the modules are timed, though the study is open by then."""
-    pins = {"compile": "off", "cuda_graphs": "false"}
-    tuned_on(Timed("vgg16_cifar", fails=True), tmp_path, pins=pins, trials=10)
-    evaluator = Timed("vgg16_cifar", wide="classifier.0")
-    decision, _ = tuned_on(evaluator, tmp_path, trials=20, pins=pins)
-    rules = [rule for policy in evaluator.measured for rule in policy.fp32_modules if str(rule) == "avgpool"]
-    assert rules
-    assert rules[0].reason is not None
-    assert (rules[0].reason.saves_ms or 0) > 10
-    assert any(policy.half_modules for policy in evaluator.measured)
-    assert len(decision.trials) >= 30
-    assert sum(trial.policy == STOCK for trial in decision.trials) == 1

@@ -12,11 +12,11 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_pipeline import request_in
 
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
+from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
-from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
 from amptune.search.events import Compiling as GraphBegun
+from amptune.search.events import Event, TrialEnded
 from amptune.search.pipeline import tune_with
 from amptune.search.table.objective import THROUGHPUT, Objective
 
@@ -71,12 +71,6 @@ def graphs_in(events: list[Event]) -> list[Policy]:
     return [policy for policy in tried(events) if policy.compile != "off"]
 
 
-def test_repeated_blocks_compile_first_if_half_of_the_model_is_repeated(tmp_path: Path) -> None:
-    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=4, repeated_leaves=2)
-    searched_behind(tmp_path, evaluator=evaluator)
-    assert [policy.compile for policy in evaluator.compiled_behind[:2]] == ["blocks", "reduce-overhead"]
-
-
 def test_others_are_measured_while_graphs_compile_and_each_graph_once_it_is_ready(tmp_path: Path) -> None:
     """The best dtype with CUDA graphs and without: an encoder-decoder was fastest without (an H200)."""
     evaluator, decision, events = searched_behind(tmp_path)
@@ -105,17 +99,6 @@ def test_no_more_compile_than_the_cores_and_the_memory_are_enough_for(
     assert len(evaluator.compiled_behind) >= most
 
 
-def test_a_graph_that_comes_while_others_are_compared_is_measured_too(tmp_path: Path) -> None:
-    """The graph of Swin-T took 72 s of a budget of 120 s, and trained twice as fast as all that was compared."""
-    _, decision, events = searched_behind(tmp_path, budget_s=68, compile_s=63.0)
-    begun = next(place for place, event in enumerate(events) if isinstance(event, ComparisonStarted))
-    assert not any(policy.compile != "off" for policy in tried(events[:begun]))
-    assert graphs_in(events)
-    assert decision.policy.compile != "off"
-    last = [event for event in events if isinstance(event, TrialEnded | SearchEnded)][-1]
-    assert isinstance(last, SearchEnded)
-
-
 @pytest.mark.parametrize("graphs_at_once", [0, 4])
 def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path, graphs_at_once: int) -> None:
     class Broken(Behind):
@@ -134,24 +117,6 @@ def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path, graphs_at
     assert "C++ compiler" in told
 
 
-def test_a_graph_that_was_stopped_to_free_memory_is_compiled_again(tmp_path: Path) -> None:
-    class Stopping(Behind):
-        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
-            self.in_background.clear()
-            return super().measure(policy, effort)
-
-        def measure(self, policy: Policy, effort: Effort) -> Outcome:
-            return self.measure_alone(policy, effort) if len(self.measured) == 3 else super().measure(policy, effort)
-
-    evaluator, decision, events = searched_behind(
-        tmp_path, evaluator=Stopping("resnet50", noise=0.002, graphs_at_once=2)
-    )
-    again = [policy for policy in evaluator.compiled_behind if evaluator.compiled_behind.count(policy) > 1]
-    assert again
-    assert set(again) <= set(graphs_in(events))
-    assert decision.policy.compile != "off"
-
-
 def test_a_graph_that_lacked_memory_beside_others_is_compiled_once_more_in_its_trial(tmp_path: Path) -> None:
     class Crowded(Behind):
         def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
@@ -166,16 +131,3 @@ def test_a_graph_that_lacked_memory_beside_others_is_compiled_once_more_in_its_t
     assert graphs
     assert all(isinstance(trial.outcome, Measurement) for trial in graphs)
     assert decision.policy.compile != "off"
-
-
-def test_nothing_compiles_in_the_background_while_the_largest_batch_is_looked_for(tmp_path: Path) -> None:
-    beside: list[int] = []
-
-    class Alone(Behind):
-        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
-            beside.append(len(self.in_background))
-            return super().measure(policy, effort)
-
-    searched_behind(tmp_path, evaluator=Alone("resnet50", noise=0.002, graphs_at_once=4), batch_size="auto")
-    assert beside
-    assert not any(beside)

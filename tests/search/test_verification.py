@@ -56,7 +56,6 @@ def small(policy: Policy) -> float:
         (1.0, {}, "met", 2),
         (1.015, {}, "met", 2),  # missed by less than 2 %
         (1.05, {}, "missed", 3),
-        (1.2, {}, "missed", 2),
         (1.0, {"objective": "memory", "gain": 5 / 3}, "met", 2),
         (1.0, {"objective": "memory", "gain": 1.8}, "missed", 2),
     ],
@@ -167,7 +166,6 @@ ALL_FAIL, ALL_HANG = failing(OOM, BEST, keeps=True), failing(HANGS, BEST, keeps=
             ClaimError,
             r"evidence\.baseline is not what",
         ),
-        (claiming(TRUE, baseline={"step_ms": "abc"}), None, ClaimError, r"evidence\.baseline is not what"),
         (claiming(TRUE, baseline={"policy": None}), None, ClaimError, r"evidence\.baseline is not what"),
         (PolicyFile(policy=BEST, name="mine"), None, ClaimError, r"policy 'mine' claims nothing: there is no evidence"),
         (claiming(TRUE, labels={"nvidia.com/gpu.product": "A100"}), None, HardwareMismatchError, "A100"),

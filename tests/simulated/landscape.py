@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -358,19 +358,6 @@ class SyntheticEvaluator:
     def graphs_at_once(self) -> int:
         return self.trouble.graphs_at_once
 
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        """All of them, or none where the time does not hold it."""
-        self.asked.append(("compile", tuple(policies)))
-        self.launch(policies)
-        seconds = self.trouble.compile_s * (1 + self.trouble.beside_another * (len(policies) - 1))
-        self.clock.advance(min(seconds, limit_s))
-        if seconds > limit_s:
-            return {}
-        for policy in policies:
-            self._processes[policy].known.add(policy)
-        self._on_disk.update(policies)
-        return dict.fromkeys(policies, seconds)
-
     def build_ahead(self, count: int) -> None:
         pass
 
@@ -454,12 +441,6 @@ class SyntheticEvaluator:
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no long training was recorded")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         self._processes.clear()
