@@ -82,9 +82,8 @@ def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_pat
             return replace(super().prepare(limit_s), memory_mib=None)
 
     evaluator = Blind("resnet50", noise=0.002)
-    request = request_in(tmp_path, evaluator.clock, trials=8, batch_size="auto")
-    decision = tune_with(evaluator, request, lambda _: None)
-    assert decision.policy.batch_size == OWN
+    request = request_in(tmp_path, evaluator.clock, trials=4, batch_size="auto")
+    assert tune_with(evaluator, request, lambda _: None).policy.batch_size == OWN
 
 
 def lighter_by(mib: float) -> Callable[[Policy], float]:
@@ -97,9 +96,7 @@ def lighter_by(mib: float) -> Callable[[Policy], float]:
         (2000.0, {}, "the policy frees 2,000 of 5,000 MiB"),
         (20.0, {}, None),  # no more than two runs may differ by
         (-500.0, {}, None),
-        (2000.0, {"pins": {"autocast": "off"}}, None),
         (2000.0, {"global_batch": GlobalBatch(samples=128)}, None),
-        (2000.0, {"baseline": Policy(batch_size=256)}, None),
     ],
 )
 def test_memory_that_a_policy_frees_is_told_beside_it(

@@ -40,12 +40,6 @@ def test_compiling_pays_after_as_many_steps_as_it_takes_to_win_its_time_back() -
     assert "6,000 steps against fp16" in found["compile-pays"].message
 
 
-def test_a_graph_that_lay_in_the_cache_of_an_earlier_trial_costs_what_that_one_took() -> None:
-    fused = replace(COMPILED, fused_optimizer=True)
-    outcomes = {EAGER: took(25.0), COMPILED: took(22.0, startup_s=30.0), fused: took(20.0, startup_s=1.5)}
-    assert findings_of(outcomes, fused)["compile-pays"].figures == {"compile_s": 30.0, "pays_after_steps": 6000}
-
-
 def test_failures_are_counted_and_the_most_frequent_is_named() -> None:
     why = Failure(kind="unsupported", message="no Triton here")
     found = findings_of({EAGER: took(25.0), COMPILED: why, replace(COMPILED, fused_optimizer=True): why}, EAGER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,11 +10,11 @@ from pathlib import Path
 import pytest
 from simulated.recorded import BODY, HEAD, NORM, STEM, RecordedEvaluator
 
-from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.results.half_effects import Sensitivity
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Fp32Rule
-from amptune.search.space.exclusions import groups_by_intensity, ladder_by_time, savings_in_order
+from amptune.search.space.exclusions import groups_by_intensity, ladder_by_time
 from amptune.search.space.module_rules import covered_by
 
 SUBJECT = RecordedEvaluator("resnet50").prepare(1.0).subject
@@ -58,46 +57,6 @@ def test_groups_come_in_the_order_of_what_half_precision_has_to_gain(
         paths = {leaf.path for leaf in group.leaves}
         assert not paths <= seen, "no group repeats what stands before it"
         seen |= paths
-
-
-def module(
-    path: str, fp32_ms: float, half_ms: float, stream: Stream = "half", after: str = "", mib: int = 0
-) -> ModuleSensitivity:
-    return ModuleSensitivity(
-        path=path,
-        calls=1,
-        fp32_ms=fp32_ms,
-        half_ms={"bf16": half_ms},
-        stream=stream,
-        input_bytes=mib * 2**20,
-        output_bytes=mib * 2**20,
-        producers=(after,) if after else (),
-    )
-
-
-def sensed(*modules: ModuleSensitivity, cast_ms_per_mib: float = 0.0) -> Sensitivity:
-    return Sensitivity(modules=modules, cast_ms_per_byte=cast_ms_per_mib / 2**20)
-
-
-A, B, D = module("a", 1.0, 0.5), module("b", 0.5, 1.0, after="a", mib=1), module("d", 1.0, 0.5, after="c", mib=1)
-LAYERS = [module(f"layer.{i}", 0.5, 0.7, after=f"layer.{i - 1}" if i else "") for i in range(4)]
-
-
-@pytest.mark.parametrize(
-    ("modules", "cast_ms", "kept"),
-    [
-        ((A, B), 0.0, [("b",)]),
-        ((A, B, module("c", 1.0, 0.5, after="b", mib=1)), 0.01, [("b",)]),
-        ((A, B, module("c", 1.0, 0.5, after="b", mib=1)), 1.0, []),  # the casts take more
-        ((A, B, module("c", 0.4, 1.0, after="b", mib=1), D), 0.15, [("b", "c")]),  # no cast between these two
-        ((module("conv", 0.9, 1.0), module("relu", 0.8, 0.4, "follows", after="conv")), 0.0, []),
-        (LAYERS, 0.0, [tuple(f"layer.{i}" for i in range(4))]),  # of one kind
-    ],
-)
-def test_what_is_faster_in_fp32_with_its_casts_is_kept_there(
-    modules: Sequence[ModuleSensitivity], cast_ms: float, kept: list[tuple[str, ...]]
-) -> None:
-    assert savings_in_order(sensed(*modules, cast_ms_per_mib=cast_ms), "bf16") == kept
 
 
 def subject_of(sensitivity: Sensitivity) -> Subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,9 +78,9 @@ class Faulty(RecordedEvaluator):
         )  # fmt: skip
 
 
-def judge_on(evaluator: RecordedEvaluator, baseline: Policy = STOCK, **more: float) -> Judge:
+def judge_on(evaluator: RecordedEvaluator, baseline: Policy = STOCK, cures_until_s: float = math.inf) -> Judge:
     budget = Budget(seconds=1800.0, started=evaluator.clock(), clock=evaluator.clock)
-    return Judge(evaluator, baseline, budget, lambda _: None, **more)
+    return Judge(evaluator, baseline, budget, lambda _: None, cures_until_s=cures_until_s)
 
 
 def fails(of: Callable[[Policy], bool]) -> Faulty:
@@ -87,14 +88,6 @@ def fails(of: Callable[[Policy], bool]) -> Faulty:
 
 
 # --- the judge ---------------------------------------------------------------------------------------------------
-
-
-def test_each_policy_is_judged_once_whatever_its_batch() -> None:
-    evaluator = RecordedEvaluator("resnet50")
-    judge = judge_on(evaluator)
-    for batch_size in (None, 64, 256):
-        assert not judge.judged_unsound(Policy(autocast="bf16", batch_size=batch_size, accumulate=2))
-    assert evaluator.judged == [Policy(autocast="bf16")]
 
 
 @pytest.mark.parametrize(
@@ -161,12 +154,6 @@ def test_the_cure_is_what_was_at_fault_and_nothing_more(culprits: tuple[str, ...
     assert all(rule.is_needed for rule in cure.rules)
 
 
-def test_a_cure_of_a_whole_kind_of_modules_is_one_rule() -> None:
-    cure = cured(Faulty("resnet50", culprits=[path for path in PATHS if path.endswith("norm")], shows=False))
-    assert cure is not None
-    assert [str(rule) for rule in cure.rules] == ["type Norm"]
-
-
 @pytest.mark.parametrize("until_s", [25.0, 450.0, None])
 def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_a_fault_outside_of_all_modules_has_no_cure(
     until_s: float | None,
@@ -174,7 +161,7 @@ def test_a_search_for_culprits_that_takes_too_long_is_given_up_and_a_fault_outsi
     """With more time something that cures was seen by then, and is better than to go without the dtype."""
     slow = Faulty("resnet50", culprits=("layer.3.norm", "layer.6.conv"), shows=False, judging_s=60.0)
     evaluator = slow if until_s else fails(lambda policy: policy.autocast == "bf16")
-    judge = judge_on(evaluator, **({"cures_until_s": until_s} if until_s else {}))
+    judge = judge_on(evaluator, cures_until_s=until_s or math.inf)
     judgement = judge.judgement_of(BF16)
     assert judgement is not None
     cure, findings = examined(judge, judgement, evaluator.subject)

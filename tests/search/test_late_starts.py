@@ -9,8 +9,9 @@ from measurements import took
 from tables import BF16, FP16, row
 
 from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import STOCK
+from amptune.policy.settings import STOCK, Policy
 from amptune.search.table.late_start import late_starts
+from amptune.search.table.row import Row
 
 GRAPH = BF16.compiled("reduce-overhead")
 LARGE = replace(GRAPH, batch_size=64)
@@ -36,8 +37,8 @@ IN_LARGE = [*ROWS[:2], row(LARGE, took(8.0, samples_per_step=2 * took(1.0).sampl
         (ROWS, None, set()),
     ],
 )
-def test_a_graph_has_to_win_back_what_compiling_it_took(rows: list[object], steps: int | None, late: set[str]) -> None:
-    found = late_starts(rows, STOCK, steps)  # type: ignore[arg-type]
+def test_a_graph_has_to_win_back_what_compiling_it_took(rows: list[Row], steps: int | None, late: set[Policy]) -> None:
+    found = late_starts(rows, STOCK, steps)
     assert set(found) == late
     if GRAPH in found:
         assert str(found[GRAPH]) == f"starting takes 40 s, which {steps:,} steps do not win back from {BF16}"

@@ -127,22 +127,6 @@ def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near:
     assert is_near_limits(parity) == is_near
 
 
-@pytest.mark.parametrize(
-    ("parity", "allowed"),
-    [
-        (
-            with_gradient(error=0.9),
-            "where rounding the weights changes it by 2.0% (3 times what is allowed: 30%)",
-        ),
-        (with_gradient(error=0.9, rounding=0.09), "(1.67 times what is allowed: 54%)"),
-        (with_gradient(slope=0.6), "along FP32's direction (2 times what is allowed: 80% to 120%)"),
-        (Parity(buffers=(BufferParity(path="a.b", off=0.9, apart=0.15),)), "(2 times what is allowed: 45%)"),
-    ],
-)
-def test_a_refusal_says_how_much_is_allowed(parity: Parity, allowed: str) -> None:
-    assert allowed in str(judged(BF16, parity))
-
-
 def test_a_study_keeps_the_loss_curves_of_a_judgement_to_six_digits() -> None:
     parity = Parity(losses=(2.34567891, 1.0), losses_fp32=((2.34567891, 1.0), (2.4, 1.1)))
     kept = GateRecord.of(judged(BF16, parity))

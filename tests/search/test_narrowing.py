@@ -39,31 +39,19 @@ class Noting(RecordedEvaluator):
 class Bench:
     """A narrowing with all that it talks to, and the rows of the search before it."""
 
-    def __init__(self, *tried: Policy, seconds: float = 300.0, unsound: set[Policy] | None = None) -> None:
+    def __init__(self, *tried: Policy, seconds: float = 300.0) -> None:
         self.machine = Noting("resnet50", noise=0.002, true_ms=TRUE_MS.__getitem__)
         blocks = {policy: block(TRUE_MS[policy], samples_per_step=self.machine.batch_size) for policy in tried}
         self.rows: list[Row] = [row(policy, one, run="this", launch="search") for policy, one in blocks.items()]
-        self.judged: list[Policy] = []
-        self.unsound = unsound or set()
         self.narrowing = Narrowing(
             evaluator=self.machine,
             budget=Budget(seconds=seconds, started=0.0, clock=self.machine.clock),
             observer=lambda _: None,
             run="this",
-            verdict=lambda: verdict_of(self.rows, STOCK, GPU, bar=self.bar),
+            verdict=lambda: verdict_of(self.rows, STOCK, GPU),
             keep=self.rows.append,
-            bar=self.bar,
-            unseen=lambda _: (),
-            rejects=self.rejects,
             start_s=RecordedEvaluator.launch_s,
         )
-
-    def rejects(self, policy: Policy) -> bool:
-        self.judged.append(policy)
-        return policy in self.unsound
-
-    def bar(self, policy: Policy) -> str | None:
-        return "not as good as FP32" if policy in self.judged and policy in self.unsound else None
 
     def until_known(self) -> Verdict:
         """Rounds until more tell little, or the budget is spent."""
@@ -96,16 +84,6 @@ def test_one_accident_is_measured_again_and_what_the_budget_cuts_says_nothing(
     if kinds and kinds != ["measured"]:
         bench.until_known()
         assert BF16 not in bench.machine.launched[-1]
-
-
-@pytest.mark.parametrize("unsound", [{BF16}, {BF16, FP16}])
-def test_a_rejected_leader_is_replaced_before_time_is_spent_on_it(unsound: set[Policy]) -> None:
-    bench = Bench(STOCK, BF16, FP16, unsound=unsound)
-    verdict = bench.until_known()
-    assert bench.judged[:2] == [BF16, FP16]
-    assert not unsound & set(bench.machine.measured)
-    assert verdict.winner.policy == (FP16 if FP16 not in unsound else STOCK)
-    assert bool(bench.machine.measured) == (FP16 not in unsound)
 
 
 def test_a_loader_that_fails_leaves_the_steps_to_decide_and_is_told() -> None:

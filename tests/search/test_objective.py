@@ -16,7 +16,7 @@ from amptune.errors import ObjectiveError
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Event, SearchStarted, TrialEnded
+from amptune.search.events import Event, TrialEnded
 from amptune.search.pipeline import tune_with
 from amptune.search.table.objective import THROUGHPUT, Objective, Yardstick, objective_of
 
@@ -126,19 +126,6 @@ def test_each_objective_finds_its_own_policy(objective: Objective, autocast: str
         assert objective != MEMORY or {policy.memory_format for policy in best} == {layout}, "too slow is never best"
         assert limits
         assert all(limit == pytest.approx(2 * 40 / objective.least_speed, rel=0.02) for limit in limits)
-
-
-@pytest.mark.parametrize("energy", [True, False])
-def test_one_study_answers_every_objective_and_measures_only_what_lacks_its_figure_twice(
-    energy: bool, tmp_path: Path
-) -> None:
-    first, _ = tuned_for(THROUGHPUT, tmp_path, recording(energy=energy), trials=6)
-    second, events = tuned_for(ENERGY, tmp_path, trials=6)
-    started = next(event for event in events if isinstance(event, SearchStarted))
-    assert started.remembered == (len(first.trials) if energy else 0)
-    tried = {event.trial.policy for event in events if isinstance(event, TrialEnded)}
-    assert bool(tried & {trial.policy for trial in first.trials}) is not energy
-    assert second.policy.autocast == "fp16"
 
 
 def test_a_machine_without_energy_is_told_so(tmp_path: Path) -> None:

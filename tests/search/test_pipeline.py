@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserC
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy
+from amptune.search.api import tune
 from amptune.search.decide.decision import Decision
 from amptune.search.events import Event, SearchEnded, SearchStarted
 from amptune.search.pipeline import tune_with
@@ -78,6 +78,12 @@ def test_a_small_space_is_measured_to_its_end(tmp_path: Path) -> None:
     assert next(e for e in events if isinstance(e, SearchEnded)).because == "every policy of the space is measured"
 
 
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StudyError, match="cannot be used"):
+        tune("amptune.workload.zoo:digits", study=tmp_path / "file" / "study", budget_s=5)
+
+
 def test_a_storage_that_fills_up_ends_the_search_and_loses_nothing(tmp_path: Path) -> None:
     evaluator = RecordedEvaluator("resnet50")
 
@@ -117,19 +123,6 @@ def test_a_wrong_knob_value_or_space_is_told_before_the_workload_is_built(
         tuned_on(NeverBuilt("resnet50"), tmp_path, **wrong)
 
 
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [("oracle+oracledb://u:secret@nowhere/x", "'oracledb'"), ("nodb://u:secret@nowhere/x", "dialects:nodb")],
-)
-def test_a_database_without_its_driver_is_told_before_the_workload_is_built(
-    url: str, said: str, tmp_path: Path
-) -> None:
-    machine = NeverBuilt("resnet50")
-    with pytest.raises(StudyError, match=f"the study cannot be read or written: .*{said}") as caught:
-        tune_with(machine, replace(request_in(tmp_path, machine.clock), study=url), lambda _: None)
-    assert "secret" not in str(caught.value)
-
-
 def test_half_a_line_in_the_journal_is_dropped(tmp_path: Path) -> None:
     tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=5)
     with (tmp_path / "journal.log").open("a") as journal:
@@ -142,10 +135,3 @@ def test_a_journal_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "journal.log").write_text("not a journal\n")
     with pytest.raises(StudyError, match="the study cannot be read or written"):
         tuned_on(RecordedEvaluator("resnet50"), tmp_path)
-
-
-def test_a_baseline_file_with_the_workloads_own_batch_size_is_the_same_policy(tmp_path: Path) -> None:
-    evaluator = RecordedEvaluator("resnet50")
-    decision, _ = tuned_on(evaluator, tmp_path, trials=4, baseline=replace(STOCK, batch_size=128))
-    assert decision.baseline.policy == STOCK
-    assert replace(STOCK, batch_size=128) not in evaluator.measured

@@ -26,12 +26,10 @@ TRIAL, ANSWER = step("trial", 12.0, 1.0), step("answer", 10.0, 0.01, needed=True
         ([step("long", 30.0, 0.1), step("short", 1.0, 0.01)], {}, ("short", 100.0)),
         ([step("must", 50.0, math.inf), step("short", 1.0, 0.01)], {}, ("must", 100.0)),
         ([step("little", 10.0, 9 * WORTHWHILE), step("enough", 10.0, 11 * WORTHWHILE)], {}, ("enough", 100.0)),
-        ([step("little", 10.0, 9 * WORTHWHILE)], {}, None),
         # Time that the answer needs is for needed steps alone.
         ([TRIAL, ANSWER], {"left_s": 20.0, "needed_s": 10.0}, ("answer", 20.0)),
         ([TRIAL], {"left_s": 20.0, "needed_s": 10.0}, None),
         ([TRIAL], {"needed_s": 30.0}, ("trial", 70.0)),
-        ([ANSWER], {"needed_s": 30.0}, ("answer", 100.0)),
     ],
 )
 def test_what_is_worth_most_for_its_time_comes_next_unless_the_answer_needs_the_time(

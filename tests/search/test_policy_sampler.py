@@ -12,7 +12,6 @@ from simulated.recorded import RecordedEvaluator
 
 from amptune.measure.results.outcome import Effort
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.sampler.storage import Handle, Store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.table.trial import Trial
@@ -44,25 +43,6 @@ def test_a_new_process_asks_what_the_old_one_would_have_asked(tmp_path: Path) ->
     whole = searched(opened(tmp_path / "whole"), 8)
     parts = [policy for _ in range(4) for policy in searched(opened(tmp_path / "parts"), 2)]
     assert parts == whole
-
-
-def test_a_trial_that_others_gave_up_while_it_was_chosen_is_asked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study, ask = opened(tmp_path / "study"), Store.ask
-    asked: list[int] = []
-
-    def asked_and_given_up(store: Store, sampler: BaseSampler) -> Handle:
-        handle = ask(store, sampler)
-        asked.append(handle.number)
-        if len(asked) == 1:
-            store.forget(handle)  # as another worker does that takes this one for gone
-        return handle
-
-    monkeypatch.setattr(Store, "ask", asked_and_given_up)
-    suggestion = study.suggest()
-    assert suggestion is not None
-    assert [suggestion.handle.number] == asked[1:]
 
 
 def test_optunas_own_samplers_search_the_space_and_plain_optuna_reads_what_ran(tmp_path: Path) -> None:

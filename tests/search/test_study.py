@@ -42,22 +42,6 @@ def tell(study: Study, policy: Policy, outcome: Outcome | None = None) -> None:
     study.tell(suggestion, Trial(number=len(study.trials), policy=policy, outcome=outcome, seconds=1.0))
 
 
-def test_neighbours_have_one_setting_less_or_another_choice_of_one_knob(study: Study) -> None:
-    near = study.neighbours(WINNER)
-    assert near[:2] == [replace(STOCK, memory_format="channels_last"), amp_recipe("fp16")]
-    assert {amp_recipe("bf16", memory_format="channels_last"), replace(WINNER, cudnn_benchmark=True)} < set(near)
-    assert STOCK not in near
-    assert WINNER not in near
-
-
-def test_an_excluded_module_and_its_math_mode_are_one_step(study: Study, candidates: Candidates) -> None:
-    """Without a module in FP32 the math mode acts on nothing; with one it should be TF32."""
-    first = candidates.ladder.rules(1)[0]
-    excluding = replace(WINNER, fp32_math="tf32", fp32_modules=(first,))
-    assert excluding in study.neighbours(WINNER)
-    assert WINNER in study.neighbours(excluding)
-
-
 def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_explains_is(study: Study) -> None:
     tell(study, WINNER)
     tell(study, amp_recipe("bf16", memory_format="channels_last"))  # slower by a quarter

@@ -82,7 +82,6 @@ def test_a_baseline_that_was_never_measured_gives_no_verdict_and_one_that_failed
     [
         ([10.0, 10.2, 9.9], [9.7, 9.9, 9.7], 1, "provisional", "99.5 % counts as confirmed", "likely"),
         ([10.0] * 8, [2.0] * 8, 8, "provisional", "but in one process alone, where it takes 2 to", "likely"),
-        ([10.0] * 8, [2.0] * 8, 4, "faster", "bf16: ", "confirmed"),
         ([10.0] * 3, [20.0] * 3, 1, "keep", "no policy was shown to be faster; the best rival: bf16", "confirmed"),
         # Drift that hits all policies alike, and a gain that one launch of three does not show, claim nothing.
         (*([10.0, 9.5, 9.0, 8.6, 8.3],) * 2, 1, "undecided", "a rival may be better; more --bud", "undecided"),
@@ -136,7 +135,6 @@ def test_a_policy_too_slow_for_the_memory_objective_cannot_win() -> None:
     [
         # 2 MiB less are worth no speed: on an H200 fp16 had taken 46 ms and 3,901 MiB, bf16 37 ms and 3,903.
         ({STOCK: (48.8, 6499), FP16: (46.3, 3901), BF16: (37.1, 3903), BF16_LAST: (35.9, 3980)}, 3, BF16),
-        ({STOCK: (10.0, 1000), BF16_LAST: (10.0, 600), BF16: (10.0, 602)}, 3, BF16),  # of about equals the simpler
         ({STOCK: (10.0, 1000), BF16: (10.06, 500)}, 4, BF16),  # to a user that is the baseline's speed
         ({STOCK: (10.0, 1000), BF16: (10.2, 500)}, 4, STOCK),
     ],
