@@ -3,14 +3,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from measurements import took
-from tables import BF16, decided, in_turn, row
+from tables import decided, in_turn, row
 
 from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.table.ablation import ablated, variants_of
 from amptune.search.table.effects import GPU
-from amptune.search.table.objective import objective_of
 
 STEM, HEAD = Fp32Rule(path="stem"), Fp32Rule(path="head")
 TWO_RULES = replace(amp_recipe("fp16", memory_format="channels_last"), fp32_math="tf32", fp32_modules=(STEM, HEAD))
@@ -31,28 +29,18 @@ MANY = tuple(Fp32Rule(path=name) for name in "abcd")
             },
         ),
         (STOCK, {}),
-        (Policy(batch_size=64, accumulate=4), {}),
-        # Without autocast there are no FP32 rules and no loss scale; the last rule takes the FP32 math along.
-        (
-            Policy(autocast="fp16", fp32_modules=(HEAD,), loss_scale=LossScale(init=1024.0)),
-            {
-                "autocast": STOCK,
-                "fp32_modules: head": Policy(autocast="fp16", loss_scale=LossScale(init=1024.0)),
-                "loss_scale": Policy(autocast="fp16", fp32_modules=(HEAD,)),
-            },
-        ),
-        (
-            Policy(autocast="bf16", fp32_math="tf32", fp32_modules=(HEAD,)),
-            {
-                "autocast": Policy(fp32_math="tf32"),
-                "fp32_math": Policy(autocast="bf16", fp32_modules=(HEAD,)),
-                "fp32_modules: head": amp_recipe("bf16"),
-            },
-        ),
         # Many rules are reverted at once.
         (
             Policy(autocast="bf16", fp32_modules=MANY),
             {"autocast": STOCK, "fp32_modules: a + b + c + d": amp_recipe("bf16")},
+        ),
+        # Half weights take what belongs to them along.
+        (
+            Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True, cudnn_benchmark=True),
+            {
+                "weights": Policy(cudnn_benchmark=True),
+                "cudnn_benchmark": Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True),
+            },
         ),
     ],
 )
@@ -79,13 +67,3 @@ def test_what_a_setting_buys_is_the_speed_with_it_over_the_speed_without() -> No
     assert well.buys.half_width < little.buys.half_width
     failed = [*in_turn({STOCK: [60.0] * 3, SPEEDY: [24.0] * 3}), row(amp_recipe("fp16"), FAILURE)]
     assert ablated(decided(failed, GPU), SPEEDY) == ()
-
-
-@pytest.mark.parametrize("objective", ["throughput", "memory"])
-def test_a_setting_buys_what_the_objective_counts_and_its_speed_stands_beside_it(objective: str) -> None:
-    """The baseline is the variant without autocast."""
-    rows = in_turn({STOCK: [took(20.0, 1000)] * 3, BF16: [took(19.0, 500)] * 3})
-    (one,) = ablated(decided(rows, GPU, objective_of(objective)), BF16)
-    assert (one.variant.setting, one.variant.policy) == ("autocast", STOCK)
-    assert one.buys.value == pytest.approx(2.0 if objective == "memory" else 20 / 19, rel=0.01)
-    assert one.speed.value == pytest.approx(20 / 19, rel=0.01)

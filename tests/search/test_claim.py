@@ -37,7 +37,6 @@ LATER_MAY_REACH, LAST_REACHES = told(1.8, 0.05, later=0.1), told(1.8, 0.05, last
 @pytest.mark.parametrize(
     ("rounds", "answer", "settled"),
     [
-        ([], "open", False),
         ([MET], "met", False),
         ([told(1.97, 0.001)], "met", False),  # within 2 % of the claim
         ([told(2.0, 0.09)], "met", False),  # the interval reaches far below, but is narrow
@@ -47,12 +46,9 @@ LATER_MAY_REACH, LAST_REACHES = told(1.8, 0.05, later=0.1), told(1.8, 0.05, last
         ([BELOW], "open", False),  # missed once
         ([BELOW, BELOW], "missed", True),
         ([BELOW, REACHING], "open", False),
-        ([BELOW, REACHING, BELOW], "open", False),
         ([REACHING, BELOW, BELOW], "missed", True),
         ([BELOW, LATER_MAY_REACH], "open", False),
-        ([LATER_MAY_REACH, BELOW], "open", False),
         ([BELOW, LAST_REACHES], "open", False),
-        ([LAST_REACHES, BELOW], "open", False),
         ([BELOW, MET], "met", False),
         ([BELOW, MET, MET], "met", True),
         ([MET, BELOW], "open", False),
@@ -78,15 +74,6 @@ def test_a_claim_is_met_by_one_round_and_missed_by_two_in_a_row(
 )
 def test_a_claim_of_memory_needs_both_ratios(speed: Comparison, memory: Comparison | None, answer: Answer) -> None:
     assert HALF_THE_MEMORY.answer([(speed, memory)] * 2) == answer
-
-
-def test_a_pair_compares_this_sitting_more_narrowly_than_a_later_one_and_the_last_round_by_itself() -> None:
-    before, last = {STOCK: [10.0] * 3, BF16: [7.0] * 3}, {STOCK: [10.0], BF16: [5.0]}
-    rows = [*in_turn(before, spread=0.02), *in_turn(last, start_s=60.0, spread=0.02)]
-    (found,) = PAIR.ratios(rows) or ()
-    assert found is not None
-    assert found.here.half_width < 0.7 * found.later.half_width
-    assert found.last == pytest.approx(2.0)
 
 
 def test_a_policy_that_fails_in_one_round_has_no_ratio() -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from amptune.errors import SpaceError
 from amptune.search.space.knobs import (
     Dimension,
     Forbidden,
@@ -23,7 +22,6 @@ from amptune.search.space.knobs import (
     restrict,
     with_knob,
 )
-from amptune.search.space.space_file import load_space
 
 CHOICES: dict[str, tuple[Value, ...]] = {
     "autocast": ("off", "bf16", "fp16"),
@@ -134,37 +132,3 @@ def test_one_more_knob_multiplies_the_space_and_starts_at_todays_value(space: Sp
 )
 def test_a_pin_is_read_from_its_text(name: str, text: str, value: Value) -> None:
     assert {point[name] for point in points(pin(SPACE, name, text))} == {value}
-
-
-def test_starting_points_take_what_is_pinned_once_each() -> None:
-    pinned = pin(pin(SPACE, "autocast", "bf16"), "fp32_math", "tf32")
-    assert [(p["autocast"], p["fp32_math"], p["cudnn_benchmark"]) for p in pinned.try_first] == [
-        ("bf16", "tf32", True),
-        ("bf16", "tf32", False),
-    ]
-
-
-@pytest.mark.parametrize("pinned", [("fp32_math", "tf32"), ("fp32_math", "ieee"), ("fp32_exclusions", "2")])
-def test_pinning_one_knob_leaves_every_autocast_to_try(pinned: tuple[str, str]) -> None:
-    space = pin(load_space("hopper"), *pinned)
-    assert {point["autocast"] for point in points(space)} == {"off", "bf16", "fp16"}
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("autocast", "bf61", "autocast=bf61: 'bf61' is not one of off, bf16, fp16"),
-        ("cudnn_benchmark", "maybe", "cudnn_benchmark=maybe: 'maybe' is not one of false, true"),
-        ("fp32_exclusions", "-1", "fp32_exclusions=-1: '-1' is no whole number"),
-        ("fp32_exclusions", "some", "fp32_exclusions=some: 'some' is no whole number"),
-        (
-            "autocats",
-            "off",
-            "'autocats' is no knob of this search; did you mean autocast? the knobs are autocast, fp32_",
-        ),
-    ],
-)
-def test_a_pin_that_means_nothing_says_what_is_allowed(name: str, text: str, message: str) -> None:
-    with pytest.raises(SpaceError) as raised:
-        pin(SPACE, name, text)
-    assert message in str(raised.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -11,18 +10,16 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
-from killed_workers import POSTGRESQL, TESTS, killed, postgresql
 from test_policy_sampler import opened
 
 from amptune.errors import DeviceError, StudyError
-from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import Policy, amp_recipe
+from amptune.policy.settings import amp_recipe
 from amptune.search.pipeline import locked
 from amptune.search.sampler.backend import database_at
 from amptune.search.sampler.study import Study
 from amptune.search.sampler.suggestion import Suggestion
-from amptune.search.table.trial import Trial
 
+TESTS = Path(__file__).resolve().parents[1]
 RECIPE = amp_recipe("bf16")
 
 
@@ -30,20 +27,6 @@ def asked(study: Study) -> Suggestion:
     suggestion = study.suggest(wanted=RECIPE)
     assert suggestion is not None
     return suggestion
-
-
-def trial(policy: Policy, run: str) -> Trial:
-    return Trial(number=0, policy=policy, outcome=Failure(kind="oom", message=""), seconds=1.0, run=run)
-
-
-def test_a_worker_counts_on_until_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("amptune.search.sampler.leases.BEAT_S", 0.01)
-    leases = opened(f"sqlite:///{tmp_path / 'study.db'}")._store._leases
-    leases.begin()
-    while leases._beats < 3:
-        pass
-    leases.end()
-    assert leases.study.user_attrs[f"alive {leases.worker}"] >= 2
 
 
 # A worker that begins a trial and never ends it.
@@ -116,22 +99,6 @@ def test_a_folder_that_another_device_uses_is_not_removed_with_a_failed_start(tm
     with pytest.raises(DeviceError), locked(where, "cuda:0"), locked(where, "cuda:1"):
         raise DeviceError("gone")
     assert where.is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", ["journal", "sqlite", "postgresql"])
-def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str) -> None:
-    if storage == "journal":
-        left = killed(tmp_path / "study", 5, workers=2)
-    elif storage == "sqlite":
-        left = killed(f"sqlite:///{tmp_path / 'study.db'}", 5, workers=2)
-    elif POSTGRESQL is None or importlib.util.find_spec("psycopg2") is None:
-        pytest.skip("needs PostgreSQL and psycopg2")
-    else:
-        with postgresql(tmp_path) as url:
-            left = killed(url, 5, workers=2)
-    assert left.told > 0
-    assert (left.lost, left.twice, left.running) == (0, 0, 0)
 
 
 def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
-from contextlib import redirect_stdout
 from dataclasses import replace
-from io import StringIO
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import amptune
 from amptune.measure.numerics.limits import is_near_limits
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ILL_CONDITIONED, ROUNDING, BufferParity, GradientParity, Parity
 from amptune.policy.settings import amp_recipe
 from amptune.search.gate.judgement import judged
-from amptune.search.gate.numeric_findings import line_to_look
 from amptune.search.sampler.records import GateRecord
 
 BF16 = amp_recipe("bf16")
@@ -55,11 +48,9 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
         (with_gradient(size=0.0, slope=0.0), None, "gradient-size"),
         (with_gradient(size=9.0), None, "gradient-size"),
         (with_gradient(slope=0.6), None, "gradient-slope"),
-        (with_gradient(slope=-1.0), None, "gradient-slope"),
         # Noise between batches excuses nothing; what rounding the weights does in FP32 is no fault of the policy.
         (with_gradient(error=0.5, noise=5.0, rounding=0.07), None, "gradient-error"),
         (with_gradient(error=0.5, noise=0.0, rounding=0.09), None, ""),
-        (with_gradient(error=0.5, bias=0.5, rounding=0.09), None, ""),
         (with_gradient(error=1.3, bias=1.3, rounding=ILL_CONDITIONED), None, ""),
         # A gradient that is gone is a fault however ill conditioned it is, and however small, as Adam takes as large a
         # step by it; unless it is noise in FP32 too.
@@ -68,15 +59,10 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
         (with_gradient(**GONE, share=1e-9), None, ""),
         # An error that is small beside the whole gradient does no harm; the finer the rounding, the smaller.
         (with_gradient(**NOISE, rounding=0.1, share=1e-7), None, ""),
-        (with_gradient(**NOISE, rounding=1.4, share=1e-7), None, ""),
         (replace(with_gradient(error=1.0, share=3e-4), precision=ROUNDING["bf16"]), None, ""),
         (replace(with_gradient(error=1.0, share=3e-4), precision=ROUNDING["fp16"]), None, "gradient-error"),
-        # The first BatchNorm of SEMNASNet, before a depthwise convolution and another, on 64 pictures of 224 x 224.
-        (with_gradient(size=4730.0, error=4730.0, slope=164.0, rounding=0.716, share=1.1e-6), None, ""),
-        (with_gradient(size=4730.0, error=4730.0, slope=164.0, rounding=0.716, share=3e-6), None, "gradient-size"),
         # What is noise in FP32 may be larger noise, but 20,000 times that is 1 %.
         (with_gradient(share=4e-7, rounding=1.2, size=1900.0, error=1900.0, slope=0.0), None, ""),
-        (with_gradient(share=4e-7, rounding=0.05, size=1900.0, error=1900.0, slope=0.0), None, "gradient-size"),
         (with_gradient(share=4e-7, rounding=1.2, size=20_000.0, error=20_000.0, slope=0.0), None, "gradient-size"),
         # A loss above FP32's by more than its replicas differ, or far below.
         (Parity(drift=3.5, drift_share=0.07), None, "loss-drifts"),
@@ -86,16 +72,17 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
         (Parity(buffers=(replace(RUINED, apart=0.5),)), None, ""),
         (Parity(skipped_share=0.5), None, "steps-skipped"),
         (BROKEN, 1e9, "breaks"),
+        # A figure that is no number is a fault.
+        (Parity(drift=math.nan), None, "loss-drifts"),
+        (with_gradient(vanished=math.nan), None, "gradient-vanishes"),
         # The user's own evaluation joins the other figures, unless FP32 is at chance too.
         (Parity(**EVALUATED), None, ""),
         (Parity(**EVALUATED), 0.02, ""),
         (Parity(**EVALUATED), 0.001, "evaluates-differently"),
-        (Parity(**EVALUATED), 0, "evaluates-differently"),
         (Parity(**EVALUATED, drift=9.0), 0.02, "loss-drifts"),
         (Parity(evaluated=math.nan, evaluated_fp32=0.7), 1.0, "evaluates-differently"),
         (Parity(evaluated=0.12, evaluated_fp32=0.105, evaluated_at_start=0.1), 0.01, ""),
         (Parity(evaluated=0.12, evaluated_fp32=0.105, evaluated_at_start=0.05), 0.01, "evaluates-differently"),
-        (Parity(evaluated=0.4, evaluated_fp32=0.905, evaluated_at_start=0.9), 0.02, "evaluates-differently"),
     ],
 )
 def test_what_is_a_fault_is_named_by_its_code(parity: Parity, tolerance: float | None, expected: str) -> None:
@@ -104,11 +91,6 @@ def test_what_is_a_fault_is_named_by_its_code(parity: Parity, tolerance: float |
     assert judgement.passes == (not expected)
     if expected.startswith("gradient"):
         assert judgement.shortcomings[0].module == "a"
-
-
-def test_a_figure_that_is_no_number_is_a_fault() -> None:
-    assert codes(Parity(drift=float("nan"))) != []
-    assert codes(with_gradient(vanished=float("nan"))) != []
 
 
 NEAR, FAR = 2 * 0.3, 4 * 0.3  # errors of a gradient: two and four times what is allowed
@@ -121,21 +103,6 @@ def test_what_exceeds_its_limit_in_one_look_of_two_was_chance() -> None:
     assert codes(replace(with_gradient(error=NEAR), again=with_gradient(error=NEAR))) == ["gradient-error"]
     other = Parity(gradients=(HEALTHY, replace(HEALTHY, name="b.weight", error=NEAR)))
     assert judged(BF16, replace(with_gradient(error=NEAR), again=other)).passes
-
-
-def test_a_second_look_that_finds_more_than_chance_makes_is_what_counts() -> None:
-    far = Parity(gradients=(HEALTHY, replace(HEALTHY, name="c.weight", error=FAR)), drift=0.1)
-    assert codes(replace(with_gradient(error=NEAR), again=far)) == ["gradient-error"]
-    assert codes(replace(with_gradient(error=NEAR), again=with_gradient(error=math.nan))) == ["gradient-error"]
-
-
-def test_an_evaluation_that_says_nothing_in_the_second_look_is_not_acquitted() -> None:
-    evaluated = {"evaluated": 0.2, "evaluated_fp32": 0.5, "evaluated_at_start": 0.0}
-    first = Parity(gradients=(HEALTHY,), **evaluated)  # type: ignore[arg-type]
-    assert is_near_limits(first, tolerance=0.2)
-    assert not is_near_limits(first)
-    again = Parity(gradients=(HEALTHY,), evaluated=0.1, evaluated_fp32=0.1, evaluated_at_start=0.0)
-    assert codes(replace(first, again=again), tolerance=0.2) == ["evaluates-differently"]
 
 
 def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
@@ -158,42 +125,6 @@ def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
 )
 def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near: bool) -> None:
     assert is_near_limits(parity) == is_near
-
-
-@pytest.mark.parametrize(
-    ("parity", "allowed"),
-    [
-        (
-            with_gradient(error=0.9),
-            "where rounding the weights changes it by 2.0% (3 times what is allowed: 30%)",
-        ),
-        (with_gradient(error=0.9, rounding=0.09), "(1.67 times what is allowed: 54%)"),
-        (with_gradient(slope=0.6), "along FP32's direction (2 times what is allowed: 80% to 120%)"),
-        (Parity(buffers=(BufferParity(path="a.b", off=0.9, apart=0.15),)), "(2 times what is allowed: 45%)"),
-    ],
-)
-def test_a_refusal_says_how_much_is_allowed(parity: Parity, allowed: str) -> None:
-    assert allowed in str(judged(BF16, parity))
-
-
-def test_a_refusal_for_a_gradient_comes_with_a_line_of_python_that_shows_it() -> None:
-    line = line_to_look(judged(amp_recipe("fp16"), with_gradient(error=0.9))).split("`")[1]
-    torch.manual_seed(0)
-    model = nn.Sequential(OrderedDict(a=nn.Linear(4, 1)))
-    names = {
-        "amptune": amptune,
-        "model": model,
-        "loss": lambda model, batch: model(batch).mean(),
-        "batch": torch.ones(2, 4),
-    }
-    with redirect_stdout(StringIO()) as shown:
-        exec(line, names)  # noqa: S102  # the line is for users to run
-    assert shown.getvalue().startswith("tensor([[1., 1., 1., 1.]]")
-
-
-def test_a_refusal_of_a_workload_with_a_step_of_its_own_names_no_loss() -> None:
-    line = line_to_look(judged(BF16, replace(with_gradient(error=0.9), own_step=True)))
-    assert line == "`amptune verify amp-bf16 TARGET --numerics`"
 
 
 def test_a_study_keeps_the_loss_curves_of_a_judgement_to_six_digits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,36 +42,29 @@ def measured(rows: Sequence[Row], machine: Machine = GPU, policy: Policy = BF16,
 # --- an interval is about a later sitting -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     ("runs", "launches", "rounds", "rivals"),
-    [(1, 1, 1, (FP16, BF16_LAST)), (1, 1, 4, ()), (1, 3, 2, ()), (3, 1, 2, ())],
-    ids=["single trials", "blocks of one launch", "launches", "runs"],
+    [(1, 1, 1, (FP16, BF16_LAST)), (1, 3, 2, ()), (3, 1, 2, ())],
+    ids=["single trials", "launches", "runs"],
 )
 def test_the_interval_holds_what_a_later_sitting_shows_about_as_often_as_it_says(
     machine: Machine, runs: int, launches: int, rounds: int, rivals: tuple[Policy, ...]
 ) -> None:
-    """Of 300 tables, in which each effect is between half and twice as large as expected.
-
-    A single block may be an outlier that nothing shows, so intervals of single trials hold more often.
-    """
+    """Of 60 tables, in which each effect is between half and twice as large as expected."""
     held = shrunk_held = 0
-    for seed in range(300):
+    for seed in range(60):
         times_ms = {STOCK: 10.0, BF16: 9.0, **dict.fromkeys(rivals, 9.5)}
         table = Drawn(machine, times_ms, SPREADS[machine.device], seed=seed, wide=2.0)
-        for run in range(runs):
-            for launch in range(launches):
-                table.rounds(rounds, run=f"run {run}", launch=str(launch), start_s=100.0 * launch)
+        for run, launch in itertools.product(range(runs), range(launches)):
+            table.rounds(rounds, run=f"run {run}", launch=str(launch), start_s=100.0 * launch)
         truth, found = table.later(BF16, STOCK), estimated(table.rows, machine)
         own, shrunk = found.between(BF16, STOCK), found.to_baseline(BF16)
         assert own is not None
         assert shrunk is not None
         held += own.low <= truth <= own.high
         shrunk_held += shrunk.low <= truth <= shrunk.high
-    most = 1.0 if runs == launches == rounds == 1 else 0.99
-    assert 0.92 <= held / 300 <= most
-    assert 0.92 <= shrunk_held / 300 <= most
+    assert min(held, shrunk_held) >= 0.9 * 60
 
 
 @settings(max_examples=40)
@@ -100,111 +94,43 @@ def test_neither_the_order_of_rows_nor_their_unit_nor_a_policy_of_another_run_ch
 
 # --- examples ---------------------------------------------------------------------------------------------------------
 
-RISE = [math.exp(0.05 * i / 8) for i in range(9)]
 COLUMNS = {STOCK: [10.0, 10.4, 9.7, 10.2, 9.8], BF16: [9.1, 8.8, 9.2, 8.9, 9.0]}
 NINE = [10.0, 10.02, 9.98] * 3
 BY_LAUNCH = [9.0, 9.01, 9.02, 9.1, 9.11, 9.09, 10.1, 10.12, 10.1]
-MIXED = [BY_LAUNCH[i] for i in (0, 3, 6, 1, 4, 7, 2, 5, 8)]
-NOISE = [1.0, 1.001, 0.999, 1.0005, 0.9995, 1.001, 1.0, 0.999, 1.0]
-HOT, WAITING = block(10.5, 0.03, contaminated_by=("hw-thermal",)), block(70.0, host_delay=0.5)
-WAITING = replace(WAITING, contaminated_by=("host-load",))
-SLOWING = [row(STOCK, 10 * math.exp(0.05 * i / 11), launch=str(i), moment_s=53.0 * i) for i in range(12)]
-FORMER = in_turn({STOCK: [800.0, 801.0], BF16: [790.0, 791.0]}, run="former")
-TURNS = in_turn({policy: [block(ms, in_loop=True)] for policy, ms in {STOCK: 10.0, BF16: 9.0}.items()})
+HOT = block(10.5, 0.03, contaminated_by=("hw-thermal",))
+WAITING = block(70.0, host_delay=0.5, contaminated_by=("host-load",))
+ODD = {STOCK: [block(10.0, 0.03)] * 4, BF16: [block(9.0, 0.03), block(9.1, 0.03), HOT, block(8.9, 0.03)]}
 EQUALS = [row(policy, 10 + 0.02 * math.sin(i), moment_s=2.0 * i) for i, policy in enumerate(equals(20))]
-
-
-def with_odd(odd: Measurement) -> list[Row]:
-    blocks = [block(9.0, 0.03), block(9.1, 0.03), odd, block(8.9, 0.03)]
-    return in_turn({STOCK: [block(10.0, 0.03)] * 4, BF16: blocks}, per_launch=4)
-
-
 EXAMPLES: dict[str, tuple[Machine, list[Row], tuple[float, float, float], int]] = {
     "a trial": (GPU, [row(STOCK, 10.0), row(BF16, 9.0, moment_s=2.0)], (1.0758, 1.1111, 1.1476), 1),
-    "a trial on a CPU": (CPU, [row(STOCK, 10.0), row(BF16, 9.0, moment_s=2.0)], (0.46847, 1.1111, 2.6353), 1),
-    "a trial much later than the baseline's": (
-        GPU,
-        [row(STOCK, 10.0), row(BF16, 9.0, moment_s=590.0)],
-        (1.0753, 1.1111, 1.1481),
-        1,
-    ),
     "steps that wait for the host": (
         GPU,
         [row(STOCK, 10.0, spread=0.1), row(BF16, 9.0, moment_s=2.0, spread=0.1), row(FP16, 9.0, moment_s=4.0)],
         (0.37839, 1.1111, 3.2627),
         1,
     ),
-    "too few steps to tell their spread": (
-        GPU,
-        [row(STOCK, 10.0, spread=0.1), row(BF16, replace(block(9.0), step_ms=(9.0, 9.0)), moment_s=2.0)],
-        (0.37839, 1.1111, 3.2627),
-        1,
-    ),
-    "launches": (CPU, in_turn(COLUMNS, spread=0.06), (0.82663, 1.1129, 1.4983), 5),
     "blocks of one launch": (CPU, in_turn(COLUMNS, spread=0.06, per_launch=5), (0.6834, 1.1122, 1.8099), 1),
-    "a trial, and a turn of the loop": (GPU, [row(STOCK, 10.0), row(BF16, 9.0), *TURNS], (1.0894, 1.1111, 1.1332), 2),
-    "a trial beside a compiler, and a turn": (
-        GPU,
-        [row(STOCK, 10.0), row(BF16, block(9.0, contaminated_by=("host-load",))), *TURNS],
-        (1.0893, 1.1111, 1.1334),
-        1,
-    ),
     "launches that differ": (GPU, in_turn({STOCK: NINE, BF16: BY_LAUNCH}, per_launch=3), (0.88201, 1.0647, 1.2852), 3),
-    "blocks that differ": (GPU, in_turn({STOCK: NINE, BF16: MIXED}, per_launch=3), (0.89665, 1.092, 1.33), 3),
-    "drift of 20 %": (
-        GPU,
-        in_turn({STOCK: [10 * d**4 for d in RISE], BF16: [9 * d**4 for d in RISE]}, per_launch=9),
-        (0.81338, 1.123, 1.5506),
-        1,
-    ),
-    "a baseline that slows down": (
-        GPU,
-        [*SLOWING, row(BF16, 9 * math.exp(0.05), moment_s=584.0)],
-        (1.0125, 1.0869, 1.1667),
-        1,
-    ),
-    "another run on a busy machine": (
-        GPU,
-        [*FORMER, row(STOCK, 10.0), row(BF16, 10.0, moment_s=2.0)],
-        (0.99175, 1.0081, 1.0247),
-        3,
-    ),
     "runs linked by another policy": (
         GPU,
         [*in_turn({STOCK: [800.0], FP16: [780.0]}, run="1"), *in_turn({FP16: [10.0], BF16: [5.0]})],
         (1.9791, 2.0513, 2.1261),
         1,
     ),
-    "an outlier": (
-        GPU,
-        in_turn({STOCK: [10 * n for n in NOISE], BF16: [9 * n * (1.5 if n == 1.0005 else 1) for n in NOISE]}),
-        (1.0925, 1.1112, 1.1302),
-        9,
-    ),
-    "a disturbed block": (GPU, with_odd(HOT), (0.9826, 1.1105, 1.255), 1),
-    "a block as odd": (GPU, with_odd(block(10.5, 0.03)), (0.97946, 1.108, 1.2535), 1),
+    "a disturbed block": (GPU, in_turn(ODD, per_launch=4), (0.9826, 1.1105, 1.255), 1),
     "a baseline that waited for a CPU": (
         CPU,
         in_turn({STOCK: [WAITING] * 3, BF16: [20.0] * 3}),
         (0.25498, 3.5, 48.042),
         3,
     ),
-    "long ago": (
-        GPU,
-        in_turn({STOCK: [10.0, 10.0], BF16: [8.0, 8.0]})
-        + in_turn({STOCK: [10.0] * 160, FP16: [9.0] * 160}, start_s=100.0, per_launch=20),
-        (1.237, 1.25, 1.2631),
-        2,
-    ),
     "one of many that stands out": (GPU, [*EQUALS, row(BF16, 5.0, moment_s=40.0)], (1.9363, 2, 2.0658), 1),
-    "one of many a little better": (GPU, [*EQUALS, row(BF16, 9.95, moment_s=40.0)], (0.97301, 1.005, 1.0381), 1),
 }
 # Shrunk towards the other policies; with fewer than two of them there is nothing to shrink towards.
 SHRUNK = {
     "steps that wait for the host": (0.43154, 1.0858, 2.7319),
     "runs linked by another policy": (1.9791, 2.0512, 2.126),
     "one of many that stands out": (1.9362, 1.9999, 2.0657),
-    "one of many a little better": (0.97425, 1.0024, 1.0314),
 }
 
 
@@ -239,23 +165,6 @@ def test_a_figure_other_than_time_has_the_spread_that_is_given_and_waiting_chang
         assert ratio is not None
         assert ratio.value == pytest.approx(2.0)
         assert ratio.half_width < widest
-
-
-@pytest.mark.parametrize("codes", [("power-cap",), ("low-clock",), ("power-cap", "low-clock")])
-def test_the_state_that_training_lives_in_is_no_disturbance(codes: tuple[str, ...]) -> None:
-    plain, own_load = (with_odd(block(10.5, 0.03, contaminated_by=each)) for each in ((), codes))
-    assert measured(plain) == measured(own_load)
-    assert measured(with_odd(replace(HOT, contaminated_by=("other-process", *codes)))) == measured(with_odd(HOT))
-
-
-@BOTH
-def test_what_former_runs_showed_stays_known_however_many_rows_follow(machine: Machine) -> None:
-    rows = in_turn({STOCK: [10.0] * 6, BF16: [7.0] * 6}, run="first")
-    for number in range(12):
-        rows += in_turn({STOCK: [10.0] * 6, **{policy: [12.0] * 6 for policy in equals(4)[1:]}}, run=f"{number}")
-    assert len(rows) >= 300
-    assert measured(rows, machine).value == pytest.approx(10 / 7, rel=0.05)
-    assert measured(rows, machine).low > 1
 
 
 @BOTH

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import pytest
 import torch
-from counting import lines_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -86,15 +84,10 @@ def paths(model: nn.Module, *ends: str) -> list[str]:
 # --- what the rules look like ------------------------------------------------------------------------------------
 
 MODEL = transformer()
-BLOCK = Network({"block": Block({"first": Linear(), "second": Linear()}), "head": Linear()})
 STAGES = {
     f"layer{stage}": Holder({str(n): Block({"a": Linear(), "b": Linear()}) for n in range(2)}) for stage in (1, 2)
 }
 STAGED = Network({**STAGES, "a": Linear(), "stem": Block({"1": Block({"c": Linear()})})})
-AT_ANY_DEPTH = Network({"norm": Linear(), "body": Block({"norm": Linear(), "fc": Linear()}), "head": Linear()})
-ENCODER = Block({"norm": Linear(), "deep": Block({"norm": Linear(), "fc": Linear()})})
-BELOW = Network({"encoder": ENCODER, "decoder": Block({"norm": Linear(), "fc": Linear()})})
-SUBCLASS = Network({"a": Norm(), "b": ScaledNorm(), "c": Linear()})
 MANY_NORMS = Network({"a": Norm(), "b": Norm(), "c": NormedBlock({"d": Linear()}), "e": Linear()})
 OWN_TYPE = Network({"a": Network({"b": Linear()}), "c": Network({"d": Norm()}), "e": Linear()})
 
@@ -102,22 +95,12 @@ OWN_TYPE = Network({"a": Network({"b": Linear()}), "c": Network({"d": Norm()}), 
 @pytest.mark.parametrize(
     ("model", "chosen", "rules"),
     [
-        (MODEL, [], []),
-        (MODEL, ["encoder.norm"], ["encoder.norm"]),
         # A container without a forward stands for all it holds, a block for what is chosen inside it ...
         (MODEL, [f"encoder.layer.{number}" for number in range(4)], ["encoder.layer"]),
-        (MODEL, ["encoder", "encoder.norm", "encoder.layer.2.fc1"], ["encoder"]),
-        # ... but a block that runs is not named where only its children are chosen.
-        (BLOCK, ["block.first", "block.second"], ["block.*"]),
-        (MODEL, paths(MODEL, "attention.query"), ["encoder.layer.*.attention.query"]),
         (MODEL, paths(MODEL, "fc1", "fc2"), ["encoder.layer.*.fc*"]),
         (STAGED, [path for path in paths(STAGED, ".a") if "layer" in path], ["layer*.*.a"]),
-        (AT_ANY_DEPTH, ["norm", "body.norm"], ["**.norm"]),
-        (BELOW, ["encoder.norm", "encoder.deep.norm"], ["encoder.**.norm"]),
         # All modules of a type are named by it, its subclasses too, unless one of it stays in autocast.
         (MODEL, paths(MODEL, "norm"), ["type Norm"]),
-        (SUBCLASS, ["a", "b"], ["type Norm"]),
-        (SUBCLASS, ["a"], ["a"]),
         (MANY_NORMS, ["a", "b"], ["a", "b"]),
         (MANY_NORMS, ["a", "b", "c"], ["type Norm"]),
         # The base of all modules is never named, nor the type of the model itself.
@@ -134,29 +117,11 @@ def test_few_rules_say_what_is_chosen(model: nn.Module, chosen: list[str], rules
     assert covered(model, found) == covered(model, [Fp32Rule(path=path) for path in chosen])
 
 
-def test_a_sequential_is_not_named_by_its_type_since_the_model_may_be_one() -> None:
+def test_a_path_that_is_no_module_is_an_error_and_a_type_that_the_model_may_have_is_not_named() -> None:
     model = nn.Sequential(nn.Sequential(Linear()), Norm(), nn.Sequential(Norm()))
-    rules = general_rules(["0", "2"], modules_of(model))
-    assert rules == (Fp32Rule(path="0"), Fp32Rule(path="2"))
-
-
-def test_a_path_that_is_no_module_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"no modules of the model: nowhere, there\.too"):
-        general_rules(["there.too", "embed", "nowhere"], modules_of(transformer()))
-
-
-def test_a_model_twice_as_large_takes_about_twice_the_work() -> None:
-    """Many modules are chosen that no pattern joins, each a rule of its own: the dearest case."""
-    work = {}
-    for layers in (85, 170):
-        model = transformer(layers)
-        modules = modules_of(model)
-        chosen = paths(model, "query", "fc1", "norm")[::2]
-        work[len(modules)] = lines_in(partial(general_rules, chosen, modules))
-    (small, lines_small), (large, lines_large) = work.items()
-    assert large > 1000
-    assert lines_large / lines_small < 1.25 * large / small
-    assert lines_large < 1000 * large  # 720 a module in Python 3.11: 0.1 s in all
+    assert general_rules(["0", "2"], modules_of(model)) == (Fp32Rule(path="0"), Fp32Rule(path="2"))
+    with pytest.raises(ValueError, match="no modules of the model: nowhere"):
+        general_rules(["nowhere"], modules_of(model))
 
 
 # --- for any model -----------------------------------------------------------------------------------------------

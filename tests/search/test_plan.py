@@ -3,82 +3,57 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from simulated.clock import SimulatedClock
 
 from amptune.search.plan.budget import Budget
-from amptune.search.plan.plan import WORTHWHILE, Choice, Moment, Stage, Step, next_step
+from amptune.search.plan.plan import WORTHWHILE, Moment, Step, next_step
 from amptune.search.plan.timeline import Timeline
 
 
 def step(what: str, seconds: float, worth: float, *, needed: bool = False) -> Step:
-    stage: Stage = "comparison" if needed else "trial"
-    return Step(stage=stage, what=what, seconds=seconds, worth=worth, is_needed=needed)
+    return Step(stage="comparison" if needed else "trial", what=what, seconds=seconds, worth=worth, is_needed=needed)
 
 
-def chosen(*wanted: Step, left_s: float = 100.0, needed_s: float = 0.0) -> Choice | None:
-    return next_step(Moment(left_s=left_s, needed_s=needed_s, wanted=wanted))
+TRIAL, ANSWER = step("trial", 12.0, 1.0), step("answer", 10.0, 0.01, needed=True)
 
 
-def names(*wanted: Step, left_s: float = 100.0, needed_s: float = 0.0) -> list[str]:
-    """The steps in the order in which they are chosen, each taking as long as it says."""
-    choice = chosen(*wanted, left_s=left_s, needed_s=needed_s)
-    if choice is None:
-        return []
-    rest = [one for one in wanted if one is not choice.step]
-    return [choice.step.what, *names(*rest, left_s=left_s - choice.step.seconds, needed_s=needed_s)]
+@pytest.mark.parametrize(
+    ("wanted", "time", "expected"),
+    [
+        ([step("long", 30.0, 0.1), step("short", 1.0, 0.01)], {}, ("short", 100.0)),
+        ([step("must", 50.0, math.inf), step("short", 1.0, 0.01)], {}, ("must", 100.0)),
+        ([step("little", 10.0, 9 * WORTHWHILE), step("enough", 10.0, 11 * WORTHWHILE)], {}, ("enough", 100.0)),
+        # Time that the answer needs is for needed steps alone.
+        ([TRIAL, ANSWER], {"left_s": 20.0, "needed_s": 10.0}, ("answer", 20.0)),
+        ([TRIAL], {"left_s": 20.0, "needed_s": 10.0}, None),
+        ([TRIAL], {"needed_s": 30.0}, ("trial", 70.0)),
+    ],
+)
+def test_what_is_worth_most_for_its_time_comes_next_unless_the_answer_needs_the_time(
+    wanted: list[Step], time: dict[str, Any], expected: tuple[str, float] | None
+) -> None:
+    choice = next_step(Moment(**{"left_s": 100.0, "needed_s": 0.0, **time}, wanted=tuple(wanted)))
+    assert (choice and (choice.step.what, choice.limit_s)) == expected
 
 
-def test_what_is_worth_most_for_its_time_comes_first() -> None:
-    assert names(step("long", 30.0, 0.1), step("short", 1.0, 0.01), step("must", 5.0, math.inf)) == [
-        "must",
-        "short",
-        "long",
-    ]
-
-
-def test_what_is_worth_too_little_is_not_done() -> None:
-    assert names(step("little", 10.0, 9 * WORTHWHILE), step("enough", 10.0, 11 * WORTHWHILE)) == ["enough"]
-
-
-def test_time_that_the_answer_needs_is_for_needed_steps_alone() -> None:
-    wanted = step("trial", 12.0, 1.0), step("answer", 10.0, 0.01, needed=True)
-    assert names(*wanted, left_s=20.0, needed_s=10.0) == ["answer"]
-    assert chosen(wanted[0], left_s=20.0, needed_s=10.0) is None
-
-
-def test_a_needed_step_may_use_all_the_time_and_another_what_is_free() -> None:
-    for wanted, limit_s in ((step("trial", 5.0, 1.0), 70.0), (step("answer", 5.0, 1.0, needed=True), 100.0)):
-        choice = chosen(wanted, needed_s=30.0)
-        assert choice is not None
-        assert choice.limit_s == limit_s
-
-
-def test_the_timeline_says_what_was_done_when_and_what_had_to_wait() -> None:
+def test_the_timeline_says_what_was_done_when_and_what_had_to_wait_though_interrupted() -> None:
     clock = SimulatedClock()
     timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
-    first = chosen(step("a", 2.0, 1.0), step("b", 2.0, 0.5, needed=True))
+    wanted = step("a", 2.0, math.inf), step("b", 2.0, 0.5, needed=True)
+    first = next_step(Moment(left_s=100.0, needed_s=0.0, wanted=wanted))
     assert first is not None
-    with timeline.noting(first):
-        clock.advance(3.0)
-    (entry,) = timeline.entries
-    assert (entry["at_s"], entry["seconds"], entry["expected_s"], entry["worth"]) == (0.0, 3.0, 2.0, 1.0)
-    assert (entry["what"], entry["instead_of"]) == ("a", "comparison: b")
-
-
-def test_an_interrupted_step_stands_on_the_timeline() -> None:
-    clock = SimulatedClock()
-    timeline = Timeline(Budget(seconds=100.0, started=clock(), clock=clock))
 
     def interrupted() -> None:
-        with timeline.noting(Choice(step=step("a", 1.0, math.inf), limit_s=5.0)):
-            clock.advance(4.0)
+        with timeline.noting(first):
+            clock.advance(3.0)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     (entry,) = timeline.entries
-    assert entry["seconds"] == 4.0
+    assert (entry["at_s"], entry["seconds"], entry["expected_s"]) == (0.0, 3.0, 2.0)
+    assert (entry["what"], entry["instead_of"]) == ("a", "comparison: b")
     assert entry["worth"] is None, "JSON has no infinity"
-    assert entry["chosen_from"] is None, "it was not chosen from others"

@@ -17,9 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from measurements import took
 from simulated.clock import SimulatedClock
-from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscape_of, replay, same_twice
+from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscape_of
 from simulated.recorded import RecordedEvaluator
-from tables import Drawn, decided, equals, row
 
 from amptune.errors import NothingFeasibleError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
@@ -32,7 +31,6 @@ from amptune.search.decide.study_report import study_report_of
 from amptune.search.events import Event, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget
-from amptune.search.plan.plan import Moment, Step, next_step
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.leases import GONE_S
 from amptune.search.sampler.storage import recall
@@ -41,9 +39,7 @@ from amptune.search.sampler.suggestion import Suggestion
 from amptune.search.space.candidates import Wanted, candidates_for
 from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.space.knobs import points
-from amptune.search.table.effects import CPU, GPU
-from amptune.search.table.objective import Objective, objective_of
-from amptune.search.table.row import Row
+from amptune.search.table.objective import objective_of
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
@@ -228,7 +224,6 @@ def test_every_tuning_keeps_what_is_promised(tuning: Tuning) -> None:
             the_winner_ran_and_is_judged_or_that_is_said(ended, ended.decision)
             the_file_says_what_the_verdict_says(ended.decision)
             the_stored_study_gives_the_same_answer(ended, ended.decision)
-            every_choice_can_be_made_again_from_the_study(ended)
 
 
 def the_baseline_is_measured_first_and_an_answer_needs_no_more(ended: Done) -> None:
@@ -310,28 +305,6 @@ def the_stored_study_gives_the_same_answer(ended: Done, decision: Decision) -> N
     assert decision.baseline.rows == kept.count(decision.baseline.policy)
 
 
-def every_choice_can_be_made_again_from_the_study(ended: Done) -> None:
-    for entry in recall(ended.folder).timeline:
-        if (moment := moment_of(entry)) is not None:
-            choice = next_step(moment)
-            assert choice is not None
-            assert (choice.step.stage, choice.step.what) == (entry["stage"], entry["what"])
-
-
-def moment_of(entry: Mapping[str, Any]) -> Moment | None:
-    """The moment of an entry's choice, without the policies of its steps; None if there was no choice."""
-    given = entry["chosen_from"]
-    if given is None:
-        return None
-    steps = [{**one, **{key: or_infinite(one[key]) for key in ("seconds", "worth")}} for one in given["wanted"]]
-    wanted = tuple(Step(**one) for one in steps)
-    return Moment(left_s=given["left_s"], needed_s=or_infinite(given["needed_s"]), wanted=wanted)
-
-
-def or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
-
-
 def told(verdict: Verdict) -> dict[str, Any]:
     """What a verdict says, its figures to five digits: a stored moment is rounded to a millisecond."""
     figures = {one.policy: (one.lost, one.rows, float(f"{one.speedup:.5g}")) for one in verdict.contenders}
@@ -360,41 +333,6 @@ def test_an_interrupted_tuning_keeps_what_it_measured_and_goes_on(tuning: Tuning
         assert not set(again.tried) & set(first.tried), "what was measured is remembered"
         assert {trial.policy for trial in again.decision.trials} >= set(first.tried)
         assert again.decision.baseline.rows > ran.count(first.decision.baseline.policy), "measured anew in each run"
-
-
-# --- a verdict ---------------------------------------------------------------------------------------------------
-
-
-@SOME
-@given(
-    seed=st.integers(0, 10**6),
-    machine=st.sampled_from([GPU, CPU]),
-    objective=st.sampled_from([Objective(), Objective("memory"), Objective("memory", 0.8), Objective("energy")]),
-    rounds=st.integers(1, 4),
-    fails=st.booleans(),
-    shuffled=st.randoms(use_true_random=False),
-)
-def test_the_order_of_rows_does_not_matter_to_a_verdict(
-    seed: int, machine: Any, objective: Objective, rounds: int, fails: bool, shuffled: random.Random
-) -> None:
-    chance = random.Random(seed)
-    times_ms = {policy: chance.uniform(8.0, 12.0) for policy in equals(5)}
-    peaks_mib = {policy: chance.uniform(500.0, 1500.0) for policy in times_ms}
-    table = Drawn(machine, times_ms, 0.02, seed=seed)
-    for launch in range(rounds):
-        table.rounds(2, launch=f"comparison {launch}", start_s=100.0 * launch)
-    rows = [with_figures(one, peaks_mib[one.policy]) for one in table.rows]
-    if fails:
-        rows.append(row(equals(5)[2], Failure(kind="oom", message="no memory"), moment_s=1000.0))
-    expected = told(decided(rows, machine, objective))
-    shuffled.shuffle(rows)
-    assert told(decided(rows, machine, objective)) == expected
-
-
-def with_figures(one: Row, mib: float) -> Row:
-    assert isinstance(one.outcome, Measurement)
-    joules = mib / one.outcome.samples_per_s
-    return replace(one, outcome=replace(one.outcome, peak_allocated_mib=mib, energy_j_per_sample=joules))
 
 
 # --- a study -----------------------------------------------------------------------------------------------------
@@ -481,28 +419,3 @@ class Workers(RuleBasedStateMachine):
 
 TestWorkers = Workers.TestCase
 TestWorkers.settings = settings(SOME, stateful_step_count=30)
-
-
-# --- many tunings ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_policies_that_record_graphs_anew_for_ever_are_not_chosen() -> None:
-    """As a rule they are the fastest; in the mean they are five times slower."""
-    found = [replay(one, seed, Trouble(unruly=0.7), budget_s=150.0) for seed, one in enumerate(WORKLOADS)]
-    assert [one for one in found if one.true_speedup < 0.98] == []
-    assert not any(one.claims_falsely for one in found)
-
-
-@pytest.mark.slow
-def test_where_nothing_is_faster_next_to_nothing_is_claimed() -> None:
-    found = [replay(WORKLOADS[seed % 7], seed, budget_s=150.0, flat=(0.0, 0.05)[seed % 2]) for seed in range(14)]
-    assert sum(one.claim is not None for one in found) <= 2
-
-
-@pytest.mark.slow
-def test_a_policy_is_as_fast_as_itself_though_processes_and_sittings_differ() -> None:
-    """As on an H200 where steps wait for the host (reports/sittings)."""
-    differing = Trouble(launch_noise=0.016, sitting_noise=0.016)
-    ratios = [same_twice(WORKLOADS[seed % 7], seed, differing, budget_s=300.0) for seed in range(100)]
-    assert sum(ratio.low <= 1 <= ratio.high for ratio in ratios) >= 94

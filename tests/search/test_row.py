@@ -12,15 +12,7 @@ from tables import BF16, BF16_LAST, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.table.row import (
-    SITTING_S,
-    Row,
-    are_alike,
-    contradicts_trials,
-    mean_error,
-    sittings_of,
-    step_spread,
-)
+from amptune.search.table.row import SITTING_S, Row, are_alike, contradicts_trials, mean_error, sittings_of, step_spread
 
 FULL = Measurement(
     samples_per_step=32,
@@ -63,18 +55,14 @@ rows = st.builds(
 
 @given(rows)
 def test_a_row_survives_being_written_and_read(one: Row) -> None:
+    """A new field too: none above is left at its default but the two that have none."""
     data = one.as_dict()
     assert Row.from_dict(json.loads(json.dumps(data))) == one
     for name in data:
         with pytest.raises(KeyError, match=name):
             Row.from_dict({key: value for key, value in data.items() if key != name})
-
-
-def test_the_measurement_written_above_has_no_field_left_at_its_default() -> None:
-    """So that a new field is written and read too."""
-    plain = took()
-    same = {one.name for one in fields(FULL) if getattr(FULL, one.name) == getattr(plain, one.name)}
-    assert same <= {"samples_per_step", "warmup_steps"}, "these have no default"
+    same = {one.name for one in fields(FULL) if getattr(FULL, one.name) == getattr(took(), one.name)}
+    assert same <= {"samples_per_step", "warmup_steps"}
 
 
 def test_rows_of_one_run_within_ten_minutes_are_one_sitting_wherever_the_clock_stands() -> None:
@@ -99,33 +87,24 @@ def test_one_slow_step_does_not_widen_the_step_spread_but_makes_the_mean_doubtfu
     assert mean_error(replace(took(), step_ms=(10.0,))) == 0.0
 
 
-# --- which rows decide ------------------------------------------------------------------------------------------------
-
-
 def in_loop(policy: Policy, step_ms: float, **more: Any) -> Row:
     return row(policy, block(step_ms, in_loop=True, **more))
 
 
 TRIALS = (row(STOCK, 10.0), row(BF16, 7.0))
 OWN_TURN, RESTLESS = in_loop(STOCK, 12.0), in_loop(BF16_LAST, 90.0, settled=False)
-OTHERS_RUN = [row(policy, block(2 * ms, in_loop=True), run="2") for policy, ms in ((STOCK, 10.0), (BF16, 7.0))]
 
 
 @pytest.mark.parametrize(
     ("rows", "contradicted"),
     [
-        ([*TRIALS, OWN_TURN, in_loop(BF16, 11.0)], False),  # a smaller gain
         ([*TRIALS, OWN_TURN, in_loop(BF16, 12.5)], False),  # about level
         ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0)], True),
         ([*TRIALS, in_loop(BF16, 17.0)], False),  # the baseline had no turn
         ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, wait_share=0.5)], False),
         ([TRIALS[0], row(BF16, 11.0), OWN_TURN, in_loop(BF16, 17.0)], False),  # the trial had said so
-        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, contaminated_by=("foreign-process",))], False),
-        ([*TRIALS, in_loop(STOCK, 10.0), *OTHERS_RUN], False),  # another program halves both speeds in the second run
-        ([*TRIALS, RESTLESS], False),  # the trial showed them too
         ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS], True),
         ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS, in_loop(BF16_LAST, 4.1)], False),
-        ([*TRIALS, row(BF16_LAST, 4.0), in_loop(BF16_LAST, 90.0, settled=False, contaminated_by=("compiling",))], True),
     ],
 )
 def test_the_loop_contradicts_a_trial_that_was_ahead_and_is_clearly_behind_there_or_whose_graphs_keep_coming(
@@ -136,8 +115,7 @@ def test_the_loop_contradicts_a_trial_that_was_ahead_and_is_clearly_behind_there
 
 def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:
     modes = (10.0, 20.0, 40.0) * 10
-    baseline = [row(STOCK, replace(took(), step_ms=modes))]
-    assert are_alike([row(BF16, replace(took(), step_ms=tuple(ms / 2 for ms in modes)))], baseline)
     now_and_then = tuple(ms / 2 if n % 10 else 30 * ms for n, ms in enumerate(modes))
-    assert not are_alike([row(BF16, replace(took(), step_ms=now_and_then))], baseline)
-    assert not are_alike([row(BF16, replace(took(), step_ms=modes[:2]))], baseline)
+    for steps, alike in ((tuple(ms / 2 for ms in modes), True), (now_and_then, False), (modes[:2], False)):
+        baseline, own = (row(policy, replace(took(), step_ms=of)) for policy, of in ((STOCK, modes), (BF16, steps)))
+        assert are_alike([own], [baseline]) is alike

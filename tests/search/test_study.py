@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from measurements import took
 from optuna.samplers import TPESampler
 from optuna.storages import InMemoryStorage
 from simulated.recorded import RecordedEvaluator
@@ -14,12 +12,11 @@ from test_pipeline import OOM
 
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Effort, Failure, Outcome, outcome_to_dict
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Dimension, Point, Space
-from amptune.search.table.row import Row
+from amptune.search.space.knobs import Dimension, Space, with_knob
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -45,22 +42,6 @@ def tell(study: Study, policy: Policy, outcome: Outcome | None = None) -> None:
     study.tell(suggestion, Trial(number=len(study.trials), policy=policy, outcome=outcome, seconds=1.0))
 
 
-def test_neighbours_have_one_setting_less_or_another_choice_of_one_knob(study: Study) -> None:
-    near = study.neighbours(WINNER)
-    assert near[:2] == [replace(STOCK, memory_format="channels_last"), amp_recipe("fp16")]
-    assert {amp_recipe("bf16", memory_format="channels_last"), replace(WINNER, cudnn_benchmark=True)} < set(near)
-    assert STOCK not in near
-    assert WINNER not in near
-
-
-def test_an_excluded_module_and_its_math_mode_are_one_step(study: Study, candidates: Candidates) -> None:
-    """Without a module in FP32 the math mode acts on nothing; with one it should be TF32."""
-    first = candidates.ladder.rules(1)[0]
-    excluding = replace(WINNER, fp32_math="tf32", fp32_modules=(first,))
-    assert excluding in study.neighbours(WINNER)
-    assert WINNER in study.neighbours(excluding)
-
-
 def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_explains_is(study: Study) -> None:
     tell(study, WINNER)
     tell(study, amp_recipe("bf16", memory_format="channels_last"))  # slower by a quarter
@@ -72,34 +53,10 @@ def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_expla
     assert replace(WINNER, cudnn_benchmark=True) not in near
 
 
-def test_of_what_is_outside_the_space_only_what_is_simpler_is_a_neighbour(study: Study) -> None:
-    odd = replace(WINNER, fp32_modules=(Fp32Rule(path="nobody"),))
-    assert set(study.neighbours(odd)) == {
-        replace(STOCK, memory_format="channels_last"),
-        WINNER,
-        replace(odd, memory_format="contiguous"),
-    }
-
-
-def test_optunas_own_samplers_stay_away_from_what_failed_however_fast_it_is_said_to_be() -> None:
-    knob = Dimension(name="autocast", choices=("off", "bf16"))
-    store = open_store(InMemoryStorage(), "study", Space(architecture="", compute_capability=(), knobs=(knob,)))  # type: ignore[arg-type]
-    asked: list[object] = []
-    for number in range(40):
-        known = {"autocast": knob.choices[number % 2]} if number < 12 else None
-        if known:
-            store.enqueue(Point(known))
-        handle = store.ask(store._teller or TPESampler(seed=0))
-        store.settle(handle)
-        store.claim(handle, Policy(autocast=handle.params["autocast"]))
-        failed = handle.params["autocast"] == "bf16"
-        outcome = Failure(kind="oom", message="") if failed else took(10.0)
-        score = 9.0 if failed else 1.0
-        row = Row(policy=STOCK, outcome=outcome, run="", launch="", moment_s=float(number))
-        told = SimpleNamespace(outcome=outcome, seconds=1.0, samples_per_s=score, row=row)
-        store.tell(handle, told)  # type: ignore[arg-type]
-        asked += [] if known else [handle.params["autocast"]]
-    assert asked.count("bf16") < len(asked) / 2  # one that does not see it asks for little else: 0.7 and more
+def test_a_storage_that_never_gives_what_it_was_asked_for_ends_the_search(study: Study, candidates: Candidates) -> None:
+    study.adopt(with_knob(candidates.space, "batch_size", (32, 64), stock=32), candidates.policy_of)
+    with pytest.raises(StudyError, match="none of the policies"):
+        study.suggest()
 
 
 def test_a_study_that_another_version_wrote_is_a_clear_error() -> None:

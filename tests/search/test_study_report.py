@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 from simulated.recorded import RecordedEvaluator
-from test_objective import BF16, ENERGY, FP16, MEMORY, peak_mib, recording, speed_costs_memory
+from test_objective import ENERGY, MEMORY, peak_mib, recording, speed_costs_memory, tuned_for
 from test_pipeline import request_in
-from test_properties import told
 
-from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
-from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.decision import Decision
-from amptune.search.decide.study_report import StudyReport, command_of, findings_of, study_report_of
-from amptune.search.events import Event
+from amptune.errors import ObjectiveError, StudyError
+from amptune.policy.settings import STOCK, amp_recipe
+from amptune.search.decide.study_report import command_of, study_report_of
 from amptune.search.pipeline import tune_with
 from amptune.search.sampler import backend
 from amptune.search.sampler.records import without_password
@@ -27,146 +21,45 @@ from amptune.search.sampler.storage import recall
 from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.objective import THROUGHPUT, Objective
 
-SMALLEST = amp_recipe("bf16", memory_format="channels_last")
 
-
-def tuned(
-    folder: Path,
-    evaluator: RecordedEvaluator | None = None,
-    objective: Objective = THROUGHPUT,
-    *,
-    trials: int = 30,
-    baseline: Policy = STOCK,
-    events: list[Event] | None = None,
-    **changes: Any,
-) -> Decision:
-    evaluator = evaluator or recording()
-    pins = {"cuda_graphs": "false"}  # which were not recorded
-    request = request_in(folder, evaluator.clock, trials=trials, baseline=baseline, pins=pins)
-    observer = (lambda _: None) if events is None else events.append
-    return tune_with(evaluator, replace(request, objective=objective, **changes), observer)
-
-
-def asked(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
-    return study_report_of(recall(folder), objective)
-
-
-def by_trials(folder: Path, objective: Objective = THROUGHPUT) -> StudyReport:
-    """The answer of the trials alone, as if nothing had been compared."""
-    return study_report_of(replace(recall(folder), rows=()), objective)
-
-
-@pytest.mark.parametrize(
-    ("objective", "expected"),
-    [
-        (THROUGHPUT, BF16),
-        (MEMORY, FP16),
-        (Objective("memory", 0.85), SMALLEST),
-        (ENERGY, FP16),
-    ],
-)
-def test_every_objective_is_answered_from_one_tuning_for_throughput(
-    objective: Objective, expected: Policy, tmp_path: Path
-) -> None:
-    decision = tuned(tmp_path)
-    study_report = asked(tmp_path, objective)
-    assert study_report.policy == expected
-    assert study_report.verdict.speedup.value == pytest.approx(
-        speed_costs_memory(STOCK) / speed_costs_memory(expected), rel=0.02
-    )
-    if objective == THROUGHPUT:
-        assert study_report.is_proven
-        assert study_report.verdict.gain.value == pytest.approx(decision.gain.value, rel=0.01)
-    if objective.name == "memory":
-        assert study_report.verdict.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected), rel=0.01)
-
-
-def test_an_answer_that_is_only_likely_says_so_and_how_to_confirm_it(tmp_path: Path) -> None:
-    tuned(tmp_path, small_gain(8.0, noise=0.02), trials=12)
-    study_report = by_trials(tmp_path)
-    assert (study_report.policy.autocast, study_report.verdict.confidence) == ("bf16", "likely")
-    assert re.match(r"likely, 9\d\.\d % sure, by 1 measurement in 1 process$", study_report.grounds)
-    command = f"amptune tune recorded --set cuda_graphs=false --objective throughput --study {tmp_path}"
-    assert command_of(study_report) == command
-    assert [finding.code for finding in findings_of(study_report)][:2] == ["answer", "not-proven"]
-    assert command in str(findings_of(study_report)[1])
-    assert not study_report.is_proven
-
-
-def small_gain(percent: float, noise: float) -> RecordedEvaluator:
-    """A machine on which bf16 is a little faster than all else."""
-    return RecordedEvaluator(
-        "resnet50", noise=noise, true_ms=lambda policy: 20.0 / (1 + percent / 100 * (policy.autocast == "bf16"))
-    )
+def test_every_objective_is_answered_from_one_tuning_for_throughput(tmp_path: Path) -> None:
+    tuned_for(THROUGHPUT, tmp_path)
+    for objective, expected in (
+        (THROUGHPUT, amp_recipe("bf16")),
+        (MEMORY, amp_recipe("fp16")),
+        (Objective("memory", 0.85), amp_recipe("bf16", memory_format="channels_last")),
+        (ENERGY, amp_recipe("fp16")),
+    ):
+        found = study_report_of(recall(tmp_path), objective)
+        assert found.policy == expected
+        speedup = speed_costs_memory(STOCK) / speed_costs_memory(expected)
+        assert found.verdict.speedup.value == pytest.approx(speedup, rel=0.02)
+        assert found.is_proven or objective != THROUGHPUT
+        if objective.name == "memory":
+            assert found.verdict.gain.value == pytest.approx(peak_mib(STOCK) / peak_mib(expected), rel=0.01)
 
 
 def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_study(tmp_path: Path) -> None:
-    wishes = {"pins": {"autocast": "bf16"}, "batch_size": 128, "global_batch": GlobalBatch(samples=512, devices=2)}
-    wishes["devices"] = 2
+    whole = GlobalBatch(samples=512, devices=2)
     machine = recording()
-    request = request_in(tmp_path, machine.clock, trials=4, baseline=BF16, **wishes, compile=False, memory_mib=61440.0)
-    tune_with(machine, replace(request, device="cuda:1"), lambda _: None)
-    words = command_of(asked(tmp_path, THROUGHPUT))
-    assert words == (
+    request = request_in(
+        tmp_path, machine.clock, trials=4, baseline=amp_recipe("bf16"), pins={"autocast": "bf16"}, batch_size=128,
+        global_batch=whole, devices=2, compile=False, memory_mib=61440.0,
+    )  # fmt: skip
+    tune_with(machine, replace(request, device="cuda:1", objective=Objective(steps=100)), lambda _: None)
+    record = recall(tmp_path)
+    assert command_of(study_report_of(record, record.last.objective)) == (
         "amptune tune recorded --baseline amp-bf16 --batch-size 128 --global-batch 512 --devices 2 "
         "--max-memory 61440MiB --device cuda:1 --no-compile --set autocast=bf16 "
-        f"--objective throughput --study {tmp_path}"
+        f"--objective throughput --steps 100 --study {tmp_path}"
     )
-
-
-# --- one verdict ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_two_workers_of_one_database_know_each_others_rows(tmp_path: Path) -> None:
-    """On a machine of each one's own, and in a folder of its own; the second works while the first compares."""
-    url = f"sqlite:///{tmp_path / 'study.db'}"
-    machine = recording()
-    others: list[Decision] = []
-
-    def begin_the_other(_: Policy) -> None:
-        if machine.launched and not others:
-            others.append(tuned(tmp_path / "two", trials=4, study=url))
-
-    machine.interfere = begin_the_other
-    first = tuned(tmp_path / "one", machine, trials=8, study=url)
-    record, (second,) = recall(url), others
-    rows = {tuning.run: [row for row in record.table if row.run == tuning.run] for tuning in record.tunings}
-    own, other = rows.values()
-    assert len(own) > 10
-    assert len(other) > 10
-    assert told(study_report_of(record, THROUGHPUT).verdict) == told(first.verdict)
-    known = {contender.policy for contender in second.verdict.contenders}
-    assert {row.policy for row in own if row.launch.startswith("search")} <= known
-    assert first.baseline.rows == sum(row.policy == STOCK for row in record.table)
-
-
-def test_a_tuning_whose_baseline_failed_does_not_hide_the_one_before(tmp_path: Path) -> None:
-    decision = tuned(tmp_path)
-    evaluator = recording()
-    evaluator.interfere = lambda _: Failure(kind="oom", message="above the 100 MiB allowed")
-    with pytest.raises(NothingFeasibleError):
-        tune_with(evaluator, request_in(tmp_path, evaluator.clock, memory_mib=100.0), lambda _: None)
-    assert asked(tmp_path).policy == decision.winner
 
 
 # --- what a study remembers -------------------------------------------------------------------------------------------
 
 
-def test_a_study_says_what_was_tuned_where_against_what(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=6)
-    tuned(tmp_path, objective=Objective("memory", 0.9), trials=3, baseline=BF16)
-    record = recall(tmp_path)
-    assert [tuning.baseline for tuning in record.tunings] == [STOCK, BF16]
-    last = record.last
-    assert (last.workload, last.target, last.hardware, last.batch_size) == ("resnet50", "recorded", "NVIDIA H200", 128)
-    assert last.objective == Objective("memory", 0.9)
-    assert len(record.trials) == 9
-    assert {judged.policy.autocast for judged in record.judged} == {"bf16", "fp16"}
-
-
 def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
-    tuned(tmp_path, trials=6)
+    tuned_for(THROUGHPUT, tmp_path, trials=6)
     whole, name = recall(tmp_path).rows, recall(tmp_path).name
     study = optuna.load_study(study_name=name, storage=backend.opened(tmp_path))
     other = whole[0].as_dict()
@@ -176,22 +69,13 @@ def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
     assert recall(tmp_path).rows == whole
 
 
-def test_of_several_studies_that_which_was_tuned_last_is_taken_though_it_had_no_new_trial(tmp_path: Path) -> None:
-    tuned(tmp_path, RecordedEvaluator("resnet50"), trials=1)
-    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
-    machine = RecordedEvaluator("resnet50")
-    request = request_in(tmp_path, machine.clock)
-    tune_with(machine, replace(request, budget=replace(request.budget, seconds=0.1)), lambda _: None)
-    assert recall(tmp_path).last.run == request.run
-
-
-def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(tmp_path: Path) -> None:
-    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=4)
-    tuned(tmp_path, RecordedEvaluator("resnet50"), trials=4)
-    assert recall(tmp_path).last.workload == "resnet50"
-    tuned(tmp_path, RecordedEvaluator("vgg16_cifar"), trials=1)
+def test_of_several_studies_that_which_was_tuned_last_is_taken_or_the_one_named(tmp_path: Path) -> None:
+    for workload, trials in (("vgg16_cifar", 2), ("resnet50", 2), ("vgg16_cifar", 1)):
+        machine = RecordedEvaluator(workload)
+        tune_with(machine, request_in(tmp_path, machine.clock, trials=trials), lambda _: None)
+        assert recall(tmp_path).last.workload == workload
     last = recall(tmp_path)
-    assert (last.last.workload, len(last.trials)) == ("vgg16_cifar", 5)
+    assert len(last.trials) == 3
     assert recall(tmp_path, run=last.tunings[0].run).name == last.name
     assert recall(tmp_path, last.name).name == last.name
     with pytest.raises(StudyError, match=r"holds no study 'mine', but resnet50-\w+, vgg16_cifar-\w+"):
@@ -199,13 +83,16 @@ def test_of_several_studies_that_of_the_latest_trial_is_taken_or_the_one_named(t
 
 
 def test_a_study_without_what_is_asked_says_so(tmp_path: Path) -> None:
-    tuned(tmp_path, recording(energy=False), trials=4)
-    with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
-        asked(tmp_path, ENERGY)
+    tuned_for(THROUGHPUT, tmp_path, recording(energy=False), trials=4)
     record = recall(tmp_path)
+    with pytest.raises(ObjectiveError, match=r"knows of no energy: NVIDIA H200 reported none"):
+        study_report_of(record, ENERGY)
     without = replace(record, trials=tuple(trial for trial in record.trials if trial.policy != STOCK), rows=())
     with pytest.raises(StudyError, match=r"the baseline of the study resnet50-\w+ \(stock PyTorch\) was not measured"):
         study_report_of(without, THROUGHPUT)
+
+
+# --- passwords --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,8 +123,3 @@ def test_a_message_about_a_database_does_not_tell_its_password(monkeypatch: pyte
         with pytest.raises(StudyError, match=message) as caught:
             recall("postgresql://me:secret@host:5432/db", name)
         assert "postgresql://me:***@host:5432/db" in str(caught.value)
-
-
-def test_a_database_without_its_driver_is_a_clear_error() -> None:
-    with pytest.raises(StudyError, match=r"the study cannot be read or written: .*'oracledb'"):
-        recall("oracle+oracledb://nowhere/amptune")

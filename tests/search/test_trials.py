@@ -1,203 +1,55 @@
-"""In which order policies are tried: the cheap before the dear, the best of them compiled first."""
+"""Graphs compile in the background of a search: no more than fit, and none where it cannot be done."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from itertools import takewhile
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
-from measurements import took
-from simulated.recorded import RecordedEvaluator, recorded_ms
+from simulated.recorded import RecordedEvaluator
 from test_pipeline import request_in
 
-from amptune.errors import NothingFeasibleError
-from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import STOCK, Policy
+from amptune.measure.results.outcome import Failure
+from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
-from amptune.search.events import ComparisonStarted, Event, SearchEnded, TrialEnded
-from amptune.search.events import Compiling as GraphBegun
+from amptune.search.events import Event, TrialEnded
 from amptune.search.pipeline import tune_with
-from amptune.search.space.candidates import Wanted, candidates_for
-from amptune.search.trials import _of_two
 
-NO_GRAPHS = Failure(kind="error", message="a graph cannot be captured here")
-MODES = ("default", "reduce-overhead")
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
-FACTORS = {
-    "off": 1.0,
-    "default": 0.85,
-    "reduce-overhead": 0.8,
-    "max-autotune": 0.79,
-    "max-autotune-no-cudagraphs": 0.84,
-}
-COMPILE_S = {"off": 0.0, "default": 30.0, "reduce-overhead": 30.0}
 
 
-class Compiling(RecordedEvaluator):
-    """Takes simulated time: what it compiles, half a minute for each graph, or five to time its kernels too."""
-
-    takes_s: ClassVar[float] = 0.0  # besides
-    launch_s: ClassVar[float] = 2.0
-    factors = FACTORS
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        graph = replace(policy, fused_optimizer=False)
-        known = any(replace(one, fused_optimizer=False) == graph for one in self.measured)
-        seconds = 1.5 + (0.0 if known else COMPILE_S.get(policy.compile, 300.0))
-        self.clock.advance(min(seconds, effort.time_limit_s))
-        if seconds > effort.time_limit_s:
-            return Failure(kind="timeout", message="no answer in time")
-        outcome = super().measure(policy, effort)
-        return replace(outcome, startup_s=seconds - 1.5) if isinstance(outcome, Measurement) else outcome
-
-
-class Slow(Compiling):
-    """No policy is measured in any time that it is given."""
-
-    def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        self.measured.append(policy)
-        self.clock.advance(effort.time_limit_s)
-        return Failure(kind="timeout", message="no answer in time")
-
-
-def searched(
-    folder: Path, evaluator: RecordedEvaluator | None = None, budget_s: float = 400, **wanted: Any
-) -> tuple[Decision, list[Event]]:
-    evaluator = evaluator or Compiling("resnet50", noise=0.002, graphs_at_once=0)
-    evaluator.true_ms = lambda policy: recorded_ms("resnet50", policy) * FACTORS[policy.compile]
-    request = request_in(folder, evaluator.clock, trials=None, **wanted)
-    request = replace(request, budget=replace(request.budget, seconds=budget_s))
-    events: list[Event] = []
-    return tune_with(evaluator, request, events.append), events
-
-
-def tried(events: list[Event]) -> list[Policy]:
-    return [event.trial.policy for event in events if isinstance(event, TrialEnded)]
-
-
-def test_the_best_eager_policy_is_compiled_first_when_the_cheap_trials_are_done(tmp_path: Path) -> None:
-    decision, events = searched(tmp_path)
-    policies = tried(events)
-    modes = [policy.compile for policy in policies]
-    first = next(place for place, mode in enumerate(modes) if mode != "off")
-    assert first >= 10
-    assert modes[first] == "reduce-overhead"
-    assert policies[first].autocast != "off"
-    assert policies[first].memory_format == "channels_last"
-    assert decision.policy.compile == "reduce-overhead"
-    finding = next(finding for finding in decision.findings if finding.code == "compile-pays")
-    assert finding.figures["compile_s"] == 30
-    assert finding.figures["pays_after_steps"] > 1000
-
-
-def test_a_baseline_that_takes_longer_than_the_budget_is_measured_once(tmp_path: Path) -> None:
-    evaluator = Slow("resnet50", graphs_at_once=0)
-    with pytest.raises(NothingFeasibleError, match="could not be measured within the budget; give more with --budget"):
-        searched(tmp_path, evaluator, budget_s=60)
-    assert evaluator.measured == [STOCK]
-    assert evaluator.clock() < 90
-
-
-def test_compiling_that_the_number_of_trials_left_no_room_for_is_not_put_down_to_time(tmp_path: Path) -> None:
-    evaluator = RecordedEvaluator("resnet50", noise=0.002)
-    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock, trials=1), lambda _: None)
-    untried = next(finding for finding in decision.findings if finding.code == "compile-not-tried")
-    assert "no time" not in untried.message
-    assert "--trials" in untried.message
-
-
-def test_a_compiled_policy_that_is_measured_twice_keeps_what_compiling_it_took() -> None:
-    first = took(9.0, startup_s=30.0, graph_breaks=("print",))
-    kept = _of_two(first, replace(first, step_ms=(5.0,) * 5, startup_s=0.0, graph_breaks=()))
-    assert isinstance(kept, Measurement)
-    assert (kept.mean_ms, kept.startup_s, kept.graph_breaks) == (5.0, 30.0, ("print",))
-
-
-def test_where_cuda_graphs_fail_the_model_is_compiled_without_them(tmp_path: Path) -> None:
-    evaluator = Compiling(
-        "resnet50",
-        noise=0.002,
-        graphs_at_once=0,
-        interfere=lambda policy: NO_GRAPHS if policy.compile == "reduce-overhead" else None,
-    )
-    decision, _ = searched(tmp_path, evaluator)
-    assert decision.policy.compile == "default"
-
-
-def test_the_search_ends_when_nothing_that_is_left_is_worth_its_time(tmp_path: Path) -> None:
-    _, events = searched(tmp_path, budget_s=4000)
-    ended = next(event for event in events if isinstance(event, SearchEnded))
-    assert ended.because == "no policy that is left promises to be better"
-    assert ended.trials < 120
-
-
+@dataclass
 class Behind(RecordedEvaluator):
-    """Graphs compile in the background, for as long as `compile_s`. Eager steps tell nothing of the graphs."""
+    """Graphs compile in the background, for as long as `compile_s`, or not at all: they are `broken`."""
 
     takes_s: ClassVar[float] = 1.5
     launch_s: ClassVar[float] = 2.0
-    most_at_once = 0
+    broken: bool = False
+    most_at_once: int = 0
 
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:
         super().begin_compiling(policy, limit_s)
         self.most_at_once = max(self.most_at_once, len(self.in_background))
 
+    def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
+        found = super().compiled(wait_s)
+        return dict.fromkeys(found, NO_COMPILER) if self.broken else found
+
 
 def waiting_for_the_host(policy: Policy) -> float:
-    if policy.compile == "off":
-        eager = {"off": 8.0, "bf16": 10.0, "fp16": 11.0}
-        return eager[policy.autocast] + (policy.memory_format == "contiguous")
-    graph = {"off": 6.0, "bf16": 3.0, "fp16": 4.0}
-    return graph[policy.autocast] - (policy.memory_format == "contiguous")
+    """Eager steps tell nothing of the graphs."""
+    eager, graph = {"off": (8.0, 6.0), "bf16": (10.0, 3.0), "fp16": (11.0, 4.0)}[policy.autocast]
+    late = policy.memory_format == "contiguous"
+    return eager + late if policy.compile == "off" else graph - late
 
 
-def searched_behind(
-    folder: Path,
-    evaluator: Behind | None = None,
-    *,
-    budget_s: float = 180,
-    compile_s: float = 30.0,
-    peak_mib: float = 5000.0,
-    **wanted: Any,
-) -> tuple[Behind, Decision, list[Event]]:
-    evaluator = evaluator or Behind("resnet50", noise=0.002, graphs_at_once=4)
-    evaluator.peak_mib, evaluator.compile_s = lambda _: peak_mib, compile_s
-    evaluator.true_ms = waiting_for_the_host
-    request = request_in(folder, evaluator.clock, trials=None, **wanted)
-    request = replace(request, budget=replace(request.budget, seconds=budget_s))
+def searched(evaluator: Behind, folder: Path) -> tuple[Decision, list[Event]]:
+    evaluator.compile_s, evaluator.true_ms = 30.0, waiting_for_the_host
+    request = request_in(folder, evaluator.clock, trials=None)
     events: list[Event] = []
-    return evaluator, tune_with(evaluator, request, events.append), events
-
-
-def graphs_in(events: list[Event]) -> list[Policy]:
-    return [policy for policy in tried(events) if policy.compile != "off"]
-
-
-def test_repeated_blocks_compile_first_if_half_of_the_model_is_repeated(tmp_path: Path) -> None:
-    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=4, repeated_leaves=2)
-    searched_behind(tmp_path, evaluator=evaluator)
-    assert [policy.compile for policy in evaluator.compiled_behind[:2]] == ["blocks", "reduce-overhead"]
-
-
-def test_others_are_measured_while_graphs_compile_and_each_graph_once_it_is_ready(tmp_path: Path) -> None:
-    """The best dtype with CUDA graphs and without: an encoder-decoder was fastest without (an H200)."""
-    evaluator, decision, events = searched_behind(tmp_path)
-    assert isinstance(next(event for event in events if isinstance(event, GraphBegun | TrialEnded)), GraphBegun)
-    likeliest = Policy(autocast="bf16", memory_format="channels_last", fused_optimizer=True)
-    assert evaluator.compiled_behind[:2] == [likeliest.compiled("reduce-overhead"), likeliest.compiled("default")]
-    eager = list(takewhile(lambda policy: policy.compile == "off", tried(events)))
-    assert len(eager) >= 10
-    assert graphs_in(events)[:2] == evaluator.compiled_behind[:2]
-    assert decision.policy.autocast == "bf16"
-    assert decision.policy.compile != "off"
-    assert {policy.compile for policy in graphs_in(events) if policy.autocast == "bf16"} == set(MODES)
-    trials = [event.trial for event in events if isinstance(event, TrialEnded) and event.trial.policy.compile != "off"]
-    assert [trial.seconds for trial in trials] == pytest.approx([31.5] * len(trials))
-    assert all(isinstance(trial.outcome, Measurement) and trial.outcome.startup_s == 30.0 for trial in trials)
-    assert next(f for f in decision.findings if f.code == "compile-pays").figures["compile_s"] == 30.0
+    return tune_with(evaluator, replace(request, budget=replace(request.budget, seconds=180)), events.append), events
 
 
 @pytest.mark.parametrize(("peak_mib", "most"), [(5_000.0, 4), (30_000.0, 2)])
@@ -205,92 +57,20 @@ def test_no_more_compile_than_the_cores_and_the_memory_are_enough_for(
     tmp_path: Path, peak_mib: float, most: int
 ) -> None:
     """Each is thought to need 1.5 times its eager peak, of 143,000 MiB, and so is what is measured beside them."""
-    evaluator, _, _ = searched_behind(tmp_path, peak_mib=peak_mib)
-    assert evaluator.most_at_once <= most
-    assert len(evaluator.compiled_behind) >= most
-
-
-def test_a_graph_that_comes_while_others_are_compared_is_measured_too(tmp_path: Path) -> None:
-    """The graph of Swin-T took 72 s of a budget of 120 s, and trained twice as fast as all that was compared."""
-    _, decision, events = searched_behind(tmp_path, budget_s=68, compile_s=63.0)
-    begun = next(place for place, event in enumerate(events) if isinstance(event, ComparisonStarted))
-    assert not any(policy.compile != "off" for policy in tried(events[:begun]))
-    assert graphs_in(events)
-    assert decision.policy.compile != "off"
-    last = [event for event in events if isinstance(event, TrialEnded | SearchEnded)][-1]
-    assert isinstance(last, SearchEnded)
+    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=4, peak_mib=lambda _: peak_mib)
+    decision, _ = searched(evaluator, tmp_path)
+    assert evaluator.most_at_once <= most <= len(evaluator.compiled_behind)
+    assert (decision.policy.autocast, decision.policy.compile != "off") == ("bf16", True)
 
 
 @pytest.mark.parametrize("graphs_at_once", [0, 4])
 def test_compiling_is_given_up_where_it_cannot_be_done(tmp_path: Path, graphs_at_once: int) -> None:
-    class Broken(Behind):
-        def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
-            return dict.fromkeys(super().compiled(wait_s), NO_COMPILER)
-
-    evaluator = Broken("resnet50", noise=0.002, graphs_at_once=graphs_at_once)
+    evaluator = Behind("resnet50", noise=0.002, graphs_at_once=graphs_at_once, broken=True)
     evaluator.interfere = lambda policy: NO_COMPILER if policy.compile != "off" else None
-    _, decision, events = searched_behind(tmp_path, evaluator=evaluator)
+    decision, events = searched(evaluator, tmp_path)
     assert decision.policy.compile == "off"
-    failed = {event.trial.policy: event.trial.outcome for event in events if isinstance(event, TrialEnded)}
-    assert {failed[policy] for policy in graphs_in(events)} == {NO_COMPILER}
-    assert {policy.compile for policy in graphs_in(events)} == set(MODES)
-    assert max(len(graphs_in(events)), len(evaluator.compiled_behind)) <= 6
+    trials = [event.trial for event in events if isinstance(event, TrialEnded) and event.trial.policy.compile != "off"]
+    assert {trial.outcome for trial in trials} == {NO_COMPILER}
+    assert max(len(trials), len(evaluator.compiled_behind)) <= 6
     (told,) = [str(finding) for finding in decision.findings if finding.code == "compile-failed"]
     assert "C++ compiler" in told
-
-
-def test_a_graph_that_was_stopped_to_free_memory_is_compiled_again(tmp_path: Path) -> None:
-    class Stopping(Behind):
-        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
-            self.in_background.clear()
-            return super().measure(policy, effort)
-
-        def measure(self, policy: Policy, effort: Effort) -> Outcome:
-            return self.measure_alone(policy, effort) if len(self.measured) == 3 else super().measure(policy, effort)
-
-    evaluator, decision, events = searched_behind(
-        tmp_path, evaluator=Stopping("resnet50", noise=0.002, graphs_at_once=2)
-    )
-    again = [policy for policy in evaluator.compiled_behind if evaluator.compiled_behind.count(policy) > 1]
-    assert again
-    assert set(again) <= set(graphs_in(events))
-    assert decision.policy.compile != "off"
-
-
-def test_a_graph_that_lacked_memory_beside_others_is_compiled_once_more_in_its_trial(tmp_path: Path) -> None:
-    class Crowded(Behind):
-        def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
-            return dict.fromkeys(super().compiled(wait_s), Failure(kind="oom", message="CUDA out of memory"))
-
-    _, decision, events = searched_behind(
-        tmp_path, evaluator=Crowded("resnet50", noise=0.002, graphs_at_once=4), compile_s=20.0
-    )
-    graphs = [
-        event.trial for event in events if isinstance(event, TrialEnded) and event.trial.policy in graphs_in(events)
-    ]
-    assert graphs
-    assert all(isinstance(trial.outcome, Measurement) for trial in graphs)
-    assert decision.policy.compile != "off"
-
-
-@pytest.mark.parametrize("fusable", [True, False])
-def test_what_is_tried_first_has_the_fused_optimizer_where_there_is_one(*, fusable: bool) -> None:
-    prepared = RecordedEvaluator("resnet50").prepare(1.0)
-    prepared = replace(prepared, subject=replace(prepared.subject, fusable=fusable))
-    first = candidates_for(prepared, Wanted(baseline=STOCK, pins={})).first
-    tried = [policy for policy in first if policy.fp32_math == "tf32" and policy.autocast == "off"]
-    assert {policy.memory_format for policy in tried} == {"contiguous", "channels_last"}
-    assert {policy.fused_optimizer for policy in tried} == {fusable}
-
-
-def test_nothing_compiles_in_the_background_while_the_largest_batch_is_looked_for(tmp_path: Path) -> None:
-    beside: list[int] = []
-
-    class Alone(Behind):
-        def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
-            beside.append(len(self.in_background))
-            return super().measure(policy, effort)
-
-    searched_behind(tmp_path, evaluator=Alone("resnet50", noise=0.002, graphs_at_once=4), batch_size="auto")
-    assert beside
-    assert not any(beside)

@@ -1,45 +1,29 @@
 """A machine that is nowhere: over 10,000 policies a workload, the truth about each, measured in simulated time.
 
 `Landscape` is the truth, calibrated on the recorded H200 grid; `SyntheticEvaluator` measures it as badly as a real
-machine does; `replay` runs one whole tuning on it and says what became of it, held against the truth.
+machine does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import sys
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-from optuna.storages import InMemoryStorage
 
 from amptune.measure.results.half_effects import Half, ModuleTrace, Reach, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
 from amptune.measure.results.training_runs import LossCurve, Parity
-from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Fp32Rule, Policy
-from amptune.search.decide.decision import Decision
-from amptune.search.events import ComparisonStarted, Event
-from amptune.search.narrowing import Narrowing
-from amptune.search.pipeline import tune_with
-from amptune.search.plan.budget import Budget
-from amptune.search.request import TuningRequest
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.exclusions import groups_by_intensity
-from amptune.search.space.knobs import points
-from amptune.search.table.effects import GPU
-from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row
-from amptune.search.table.verdict import verdict_of
 from simulated.clock import SimulatedClock
 from simulated.recorded import H200, own_batch_size, precision_of, recorded_rows
 
@@ -135,11 +119,6 @@ class Landscape:
     def candidates(self) -> Candidates:
         return candidates_for(self.prepared, wanted(), sizes=batch_sizes(self.own_batch_size))
 
-    @cached_property
-    def policies(self) -> tuple[Policy, ...]:
-        """Every different policy of the space."""
-        return tuple(dict.fromkeys(map(self.candidates.policy_of, points(self.candidates.space))))
-
     def true_ms(self, policy: Policy) -> float:
         """A step of the policy, without noise."""
         row, off = self._nearest(policy, policy.compile), self._nearest(policy, "off")
@@ -167,11 +146,6 @@ class Landscape:
 
     def fits(self, policy: Policy) -> bool:
         return self.peak_mib(policy) <= MEMORY_MIB
-
-    @cached_property
-    def ranking(self) -> tuple[Policy, ...]:
-        """Every policy that fits into memory, the truly fastest first."""
-        return tuple(sorted(filter(self.fits, self.policies), key=lambda policy: -self.samples_per_s(policy)))
 
     @property
     def _traits(self) -> Traits:
@@ -313,16 +287,10 @@ class Trouble:
     oom: float = 0.0
     # Whether fp16 trains worse than FP32 unless the module `BREAKS` is kept out of it.
     fp16_breaks: bool = False
-    # What differs from one sitting to the next, a policy by itself; a launch may fall into a second, slower mode; the
-    # host is busy for this share of the time, in spells.
-    sitting_noise: float = 0.0
-    second_mode: float = 0.0
-    second_mode_by: float = 0.08
+    # The host is busy for this share of the time, in spells.
     busy: float = 0.0
     busy_by: tuple[float, float] = (0.10, 0.50)
     busy_s: float = 30.0
-    # The share of compiled policies whose graphs are recorded anew again and again: one step in ten is slow then.
-    unruly: float = 0.0
     # Costs in simulated seconds, in the size of those on an H200.
     trial_s: float = 1.0
     warmup_s: float = 0.3
@@ -334,17 +302,6 @@ class Trouble:
     beside_another: float = 0.1
 
 
-def trouble_of(words: Iterable[str]) -> Trouble:
-    """The ordinary day, but for what is named. Raises `SystemExit` for a name that is no number of `Trouble`."""
-    usual = {field.name: getattr(Trouble(), field.name) for field in fields(Trouble)}
-    known = {name: type(value) for name, value in usual.items() if isinstance(value, int | float)}
-    pairs = dict(word.split("=", 1) for word in words)
-    if wrong := sorted(set(pairs) - set(known)):
-        sys.exit(f"--trouble: {', '.join(wrong)} is none of {', '.join(sorted(known))}")
-    changes: dict[str, Any] = {name: known[name](value) for name, value in pairs.items()}
-    return replace(Trouble(), **changes)
-
-
 # The module that fp16 breaks in, where it does.
 BREAKS = "stage2"
 
@@ -352,8 +309,6 @@ FINE = Reach(largest=2.0, largest_fp32=2.0, error=0.001)
 LOST = Reach(largest=math.inf, largest_fp32=2.0, error=math.inf)
 # The 95 % point of a Gaussian.
 GAUSSIAN_95 = 1.96
-# How often a step of an unruly policy is slow, and by how much.
-SLOW_SHARE, SLOW_TIMES = 0.1, 40.0
 # So many slow steps are run before a trial that is far behind is abandoned, and so many more are timed.
 FIRST_STEPS, ABANDONED_STEPS = 3, 2
 
@@ -403,19 +358,6 @@ class SyntheticEvaluator:
     def graphs_at_once(self) -> int:
         return self.trouble.graphs_at_once
 
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:
-        """All of them, or none where the time does not hold it."""
-        self.asked.append(("compile", tuple(policies)))
-        self.launch(policies)
-        seconds = self.trouble.compile_s * (1 + self.trouble.beside_another * (len(policies) - 1))
-        self.clock.advance(min(seconds, limit_s))
-        if seconds > limit_s:
-            return {}
-        for policy in policies:
-            self._processes[policy].known.add(policy)
-        self._on_disk.update(policies)
-        return dict.fromkeys(policies, seconds)
-
     def build_ahead(self, count: int) -> None:
         pass
 
@@ -432,7 +374,7 @@ class SyntheticEvaluator:
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         first_s = min(self._ready_at_s.values(), default=self.clock())
         self.clock.advance(min(wait_s, max(0.0, first_s - self.clock())))
-        ready = [policy for policy, at_s in self._ready_at_s.items() if at_s <= self.clock() + ROUNDING]
+        ready = [policy for policy, at_s in self._ready_at_s.items() if at_s <= self.clock() + 1e-9]
         for policy in ready:
             del self._ready_at_s[policy]
             self._processes[policy] = self._new_process()
@@ -451,7 +393,7 @@ class SyntheticEvaluator:
             self.clock.advance(self.trouble.trial_s)
             return Failure(kind="oom", message="CUDA out of memory")
         self.clock.advance(self.trouble.trial_s + self._first_s(policy, process))
-        ms = self.landscape.true_ms(policy) * self._interference(policy, process)
+        ms = self.landscape.true_ms(policy) * self._interference(process)
         abandoned = effort.abandon_above_ms is not None and ms > effort.abandon_above_ms
         warmup_s = 0.0 if abandoned else min(effort.warmup_s, max(self.trouble.warmup_s, 10 * ms / 1000))
         steps = ABANDONED_STEPS if abandoned else self._steps(ms, effort)
@@ -459,12 +401,9 @@ class SyntheticEvaluator:
         if self.clock() - start_s > effort.time_limit_s:
             return self._timed_out(policy, start_s + effort.time_limit_s)
         step_ms = ms * self._step_noise(steps)
-        slow = self._rng.random(steps) < SLOW_SHARE if self.is_unruly(policy) else np.zeros(steps, dtype=bool)
-        step_ms[slow] *= SLOW_TIMES
         measured = self._measurement(policy, step_ms, warmup_s, abandoned=abandoned)
         joules = self.landscape.watts(policy) / measured.samples_per_s
-        settled = not slow[steps // 2 :].any()
-        return replace(measured, energy_j_per_sample=joules, in_loop=effort.in_loop, settled=settled)
+        return replace(measured, energy_j_per_sample=joules, in_loop=effort.in_loop)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:  # noqa: ARG002
         """The reference takes its time, a judgement a third of that."""
@@ -503,12 +442,6 @@ class SyntheticEvaluator:
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no long training was recorded")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._processes.clear()
 
@@ -529,21 +462,6 @@ class SyntheticEvaluator:
         excluded = {rule.path for rule in policy.fp32_modules}
         return not self.trouble.fp16_breaks or policy.autocast != "fp16" or BREAKS in excluded
 
-    def is_unruly(self, policy: Policy) -> bool:
-        """Whether graphs of this policy are recorded anew for ever."""
-        compiled = policy.compile != "off" and self.trouble.unruly > 0
-        return compiled and _drawn("unruly", self._seed, replace(policy, batch_size=None)) < self.trouble.unruly
-
-    def best(self) -> Policy:
-        """The policy that is truly the fastest of those that run."""
-        fit = (policy for policy in self.landscape.ranking if self.runs(policy) and not self.is_unruly(policy))
-        return next(fit)
-
-    def samples_per_s(self, policy: Policy) -> float:
-        """The truth of the landscape, with what an unruly policy's slow steps take."""
-        slower = 1 + SLOW_SHARE * (SLOW_TIMES - 1) if self.is_unruly(policy) else 1.0
-        return self.landscape.samples_per_s(policy) / slower
-
     def drift_factor(self) -> float:
         """On every time at this moment: it falls or rises, and ends at 1."""
         left = math.exp(-3 * self.clock() / self.trouble.drift_s)
@@ -559,8 +477,6 @@ class SyntheticEvaluator:
 
     def _new_process(self) -> Process:
         factor = self._lognormal(self.trouble.launch_noise)
-        if self.trouble.second_mode and self._rng.random() < self.trouble.second_mode:
-            factor *= 1 + self.trouble.second_mode_by
         return Process(factor=factor, known=set())
 
     def _first_s(self, policy: Policy, process: Process) -> float:
@@ -574,10 +490,10 @@ class SyntheticEvaluator:
         process.known |= {plans, graph}
         return seconds
 
-    def _interference(self, policy: Policy, process: Process) -> float:
+    def _interference(self, process: Process) -> float:
         """On the time of every step of one measurement."""
         factor = process.factor * self.drift_factor() * self._throttle_factor() * self._lognormal(self.trouble.noise)
-        factor *= self._busy_factor() * self.sitting_factor(policy, "this")
+        factor *= self._busy_factor()
         is_outlier, by = self._rng.random() < self.trouble.outliers, self._rng.uniform(*self.trouble.outlier_by)
         return factor * (1 + by if is_outlier else 1.0)
 
@@ -591,22 +507,6 @@ class SyntheticEvaluator:
         if _drawn("busy", self._seed, spell) >= self.trouble.busy:
             return 1.0
         return 1 + _between(self.trouble.busy_by, _drawn("busy by", self._seed, spell))
-
-    def sitting_factor(self, policy: Policy, sitting: str) -> float:
-        """The policy's own factor in this sitting, or in another one."""
-        drawn = _drawn("sitting", self._seed, sitting, policy)
-        return math.exp(self.trouble.sitting_noise * NormalDist().inv_cdf(min(max(drawn, 1e-9), 1 - 1e-9)))
-
-    def next_speedup(self, policy: Policy, baseline: Policy) -> float:
-        """The ratio of samples per second in a later sitting, each policy in a process of its own."""
-        times = []
-        for one in (policy, baseline):
-            launch = math.exp(
-                self.trouble.launch_noise * NormalDist().inv_cdf(_drawn("next launch", self._seed, one) or 0.5)
-            )
-            slow = self.trouble.second_mode_by * (_drawn("next mode", self._seed, one) < self.trouble.second_mode)
-            times.append(launch * (1 + slow) * self.sitting_factor(one, "next"))
-        return self.samples_per_s(policy) / self.samples_per_s(baseline) * times[1] / times[0]
 
     def _throttling(self) -> Throttling:
         start_s = self._rng.uniform(0, self.trouble.throttle_within_s)
@@ -647,155 +547,3 @@ class SyntheticEvaluator:
             contaminated_by=(*(("hw-thermal",) if throttled else ()), *(("host-load",) if busy else ())),
             abandoned=abandoned,
         )
-
-
-# --- tuning on it ------------------------------------------------------------------------------------------------
-
-
-ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """One tuning held against the truth. Regrets are in samples per second: the optimum's over another's, less 1.
-
-    `search_regret` is that of the truly best policy the search measured, `finals_regret` of the truly best that was
-    compared, and `regret` of the policy chosen: from one to the next is what that stage lost. `claim` is (value, low,
-    high) of the speed-up claimed, None where the baseline was kept. `launches` counts those of the tuning.
-    """
-
-    workload: str
-    seed: int
-    chosen: str
-    best: str
-    regret: float
-    search_regret: float
-    finals_regret: float
-    true_speedup: float
-    next_speedup: float
-    claim: tuple[float, float, float] | None
-    confidence: str
-    trials: int
-    launches: int
-    simulated_s: float
-    wall_s: float
-
-    @property
-    def claims_falsely(self) -> bool:
-        """It says faster, and it is not."""
-        return self.claim is not None and self.true_speedup <= 1
-
-    @property
-    def claim_holds(self) -> bool:
-        """Whether the claimed interval holds the truth; keeping the baseline claims nothing."""
-        return self._holds(self.true_speedup)
-
-    @property
-    def next_holds(self) -> bool:
-        """Whether the claimed interval holds the ratio of a later sitting."""
-        return self._holds(self.next_speedup)
-
-    def _holds(self, speedup: float) -> bool:
-        if self.claim is None:
-            return True
-        _, low, high = self.claim
-        return low * (1 - ROUNDING) <= speedup <= high * (1 + ROUNDING)
-
-
-def replay(
-    workload: str,
-    seed: int,
-    trouble: Trouble | None = None,
-    *,
-    budget_s: float = 300.0,
-    folder: Path = Path(),
-    flat: float | None = None,
-    sampler: Any = None,
-) -> Replay:
-    """Tunes once, in simulated time. `flat` (None: no) makes all policies equal, or slower by up to that share.
-
-    A `sampler` of Optuna proposes in place of amptune's own.
-    """
-    started = time.perf_counter()
-    clock = SimulatedClock()
-    evaluator = SyntheticEvaluator(landscape_of(workload, flat), clock, trouble or Trouble(), seed)
-    request = TuningRequest(
-        source=Source(target="synthetic"),
-        wanted=wanted(),
-        budget=Budget(seconds=budget_s, started=clock(), clock=clock),
-        folder=folder,
-        study=InMemoryStorage(),  # type: ignore[arg-type]  # Optuna takes one; a journal's 8 ms a trial are saved
-        seed=seed,
-        **({} if sampler is None else {"sampler": sampler}),
-    )
-    comparisons: list[ComparisonStarted] = []
-
-    def observe(event: Event) -> None:
-        if isinstance(event, ComparisonStarted):
-            comparisons.append(event)
-
-    decision = tune_with(evaluator, request, observe)
-    return _judged(evaluator, decision, comparisons, seed, time.perf_counter() - started)
-
-
-def _judged(
-    evaluator: SyntheticEvaluator,
-    decision: Decision,
-    comparisons: Sequence[ComparisonStarted],
-    seed: int,
-    wall_s: float,
-) -> Replay:
-    landscape, optimum = evaluator.landscape, evaluator.best()
-    best, baseline = landscape.samples_per_s(optimum), landscape.samples_per_s(decision.baseline.policy)
-    chosen = evaluator.samples_per_s(decision.policy)
-    speedup = decision.speedup
-    tried = [trial.policy for trial in decision.trials if isinstance(trial.outcome, Measurement)]
-    finalists = [policy for one in comparisons for policy in one.policies]
-
-    def regret_of(policies: Iterable[Policy]) -> float:
-        return best / max(map(evaluator.samples_per_s, filter(evaluator.runs, policies)), default=chosen) - 1
-
-    return Replay(
-        workload=landscape.workload,
-        seed=seed,
-        chosen=str(decision.policy),
-        best=str(optimum),
-        regret=best / chosen - 1,
-        search_regret=regret_of(tried),
-        finals_regret=regret_of(finalists),
-        true_speedup=chosen / baseline,
-        next_speedup=evaluator.next_speedup(decision.winner, decision.baseline.policy),
-        claim=None if decision.verdict.keeps_the_baseline else (speedup.value, speedup.low, speedup.high),
-        confidence=decision.verdict.confidence,
-        trials=len(decision.trials),
-        launches=sum(what == "launch" for what, _ in evaluator.asked),
-        simulated_s=evaluator.clock(),
-        wall_s=wall_s,
-    )
-
-
-def same_twice(workload: str, seed: int, trouble: Trouble | None = None, *, budget_s: float = 120.0) -> Ratio:
-    """A/A: one policy compared with itself under another name, by the final comparison alone. The truth is 1."""
-    clock = SimulatedClock()
-    landscape = landscape_of(workload)
-    evaluator = SyntheticEvaluator(landscape, clock, trouble or Trouble(), seed)
-    unnamed, named = STOCK, replace(STOCK, batch_size=landscape.own_batch_size)
-    rows: list[Row] = []
-    narrowing = Narrowing(
-        evaluator=evaluator,
-        budget=Budget(seconds=budget_s, started=clock(), clock=clock),
-        observer=lambda _: None,
-        run="aa",
-        verdict=lambda: verdict_of(rows, unnamed, GPU),
-        keep=rows.append,
-        seed=seed,
-        start_s=(trouble or Trouble()).launch_s,
-    )
-    narrowing.round_of((unnamed, named))
-    while (step := narrowing.wants()) is not None:
-        narrowing.take(step, step.seconds)
-    verdict = verdict_of(rows, unnamed, GPU)
-    assert verdict is not None
-    ratio = verdict.scores.to_baseline(named)
-    assert ratio is not None
-    return ratio

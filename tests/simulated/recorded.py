@@ -152,9 +152,6 @@ class RecordedEvaluator:
 
     graphs_at_once: int = 1
 
-    def compile(self, policies: Sequence[Policy], limit_s: float) -> Mapping[Policy, float]:  # noqa: ARG002
-        return dict.fromkeys(policies, 0.0)
-
     def build_ahead(self, count: int) -> None:
         pass
 

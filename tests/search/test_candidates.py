@@ -1,0 +1,179 @@
+"""What a search may try on a model and a machine: every point as a policy, and what a pin makes of the space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated.recorded import RecordedEvaluator
+
+from amptune.errors import SpaceError
+from amptune.measure.results.subject import Module
+from amptune.policy.settings import STOCK, Float8Rule, Fp32Rule, HalfRule, Policy, Reason, amp_recipe
+from amptune.search.space.candidates import Candidates, Wanted, candidates_for
+from amptune.search.space.exclusions import Ladder
+from amptune.search.space.knobs import Point, forbidden_because, points
+from amptune.search.space.space_file import space_names
+
+PARTS = {"": "Block", ".narrow": "Linear", ".mlp": "Mlp", ".mlp.up": "Linear", ".mlp.down": "Linear"}
+MODULES = (
+    Module(path="layers", types=("ModuleList", "Module"), runs=False),
+    *(Module(path=f"layers.{n}{path}", types=(kind, "Module")) for n in range(3) for path, kind in PARTS.items()),
+    Module(path="head", types=("Linear", "Module")),
+)
+BLOCKS = tuple(f"layers.{n}" for n in range(3))
+MODEL = {
+    "modules": MODULES,
+    "blocks": BLOCKS,
+    "wide_linears": tuple(f"{block}.mlp.{name}" for block in BLOCKS for name in ("up", "down")),
+    "repeated_leaves": 4,
+}
+ALL, ALTERNATE, FLOAT8 = ("layers",), ("layers.0", "layers.2"), (Float8Rule(type="Mlp"),)
+O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
+PLAIN = (("cudnn_benchmark", "false"), ("fp32_exclusions", "0"), ("memory_format", "contiguous"))
+
+
+@cache
+def candidates(
+    space: str = "hopper",
+    *pins: tuple[str, str],
+    saves_memory: bool = False,
+    devices: int = 1,
+    of_model: tuple[tuple[str, Any], ...] = tuple(MODEL.items()),
+    half: tuple[HalfRule, ...] = (),
+) -> Candidates:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    prepared = replace(prepared, subject=replace(prepared.subject, **dict(of_model)), devices=devices)
+    wanted = Wanted(baseline=STOCK, space=space, pins=dict(pins), saves_memory=saves_memory)
+    return candidates_for(prepared, wanted, Ladder(half=half) if half else None)
+
+
+def policies(of: Candidates) -> list[Policy]:
+    return [of.policy_of(point) for point in points(of.space)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    space=st.sampled_from(space_names()),
+    saves_memory=st.booleans(),
+    devices=st.integers(1, 2),
+    knob=st.sampled_from(["autocast", "memory_format", "cudnn_benchmark", "fused_optimizer"]),
+    data=st.data(),
+)
+def test_what_is_allowed_runs_together_and_a_pin_leaves_what_has_its_value(
+    space: str, saves_memory: bool, devices: int, knob: str, data: st.DataObject
+) -> None:
+    of: dict[str, Any] = {"saves_memory": saves_memory, "devices": devices}
+    tried = candidates(space, **of)
+    point = Point({one.name: data.draw(st.sampled_from(one.choices)) for one in tried.space.knobs})
+    if forbidden_because(tried.space, point) is not None:
+        return
+    policy = tried.policy_of(point)
+    assert tried.allows(policy)
+    assert not policy.float8_modules or (policy.autocast == "bf16" and policy.compile != "off")
+    assert not policy.cuda_graphs or (policy.compile in ("off", "blocks") and devices == 1 and not policy.checkpoint)
+    assert policy.weights == "fp32" or policy.recipe == O2
+    assert not policy.checkpoint or saves_memory
+    value = data.draw(st.sampled_from(tried.space.choices(knob) or (None,)))
+    if value is not None:
+        assert candidates(space, (knob, str(value).lower()), **of).allows(policy) == (getattr(policy, knob) == value)
+
+
+@pytest.mark.parametrize(
+    ("space", "pins", "of", "setting", "values"),
+    [
+        ("cpu", {}, {"saves_memory": True}, "checkpoint", {(), ALTERNATE, ALL}),
+        ("cpu", {}, {}, "checkpoint", {()}),
+        ("cpu", {}, {"saves_memory": True, "of_model": ()}, "checkpoint", {()}),
+        ("cpu", {"checkpoint": "all"}, {}, "checkpoint", {ALL}),
+        *((space, {"autocast": "bf16"}, {}, "float8_modules", {(), FLOAT8}) for space in ("ada", "hopper")),
+        ("ampere", {"autocast": "bf16"}, {}, "float8_modules", {()}),
+        ("hopper", {"autocast": "bf16"}, {"of_model": ()}, "float8_modules", {()}),
+        ("hopper", {"autocast": "bf16", "float8_modules": "wide"}, {}, "float8_modules", {FLOAT8}),
+        *((space, {}, {}, "weights", {"fp32", "half"}) for space in ("maxwell", "pascal-6.0", "turing", "volta")),
+        ("hopper", {"weights": "half"}, {}, "recipe", {O2}),
+        (
+            "hopper",
+            {"weights": "half", "master_weights": "false", "keep_batchnorm_fp32": "off"},
+            {},
+            "recipe",
+            {Policy(weights="half")},
+        ),
+        ("hopper", {}, {}, "cuda_graphs", {False, True}),
+        ("hopper", {}, {"devices": 2}, "cuda_graphs", {False}),
+        ("hopper", {}, {"of_model": (("fusable", False),)}, "fused_optimizer", {False}),
+    ],
+)
+def test_a_search_tries_what_may_pay_on_this_machine_and_model_and_what_is_pinned(
+    space: str, pins: Mapping[str, str], of: dict[str, Any], setting: str, values: set[Any]
+) -> None:
+    found = candidates(space, *pins.items(), *PLAIN, **of)
+    assert {getattr(policy, setting) for policy in policies(found)} == values
+    if ALL in values:
+        assert found.policy_of(found.space.try_first[0]).checkpoint == ALL, "it takes the least memory"
+
+
+@pytest.mark.parametrize(
+    ("pins", "of", "words"),
+    [
+        ({"checkpoint": "some"}, {"saves_memory": True}, "checkpoint=some: 'some' is not one of none, alternate, all"),
+        (
+            {"checkpoint": "all"},
+            {"of_model": ()},
+            "checkpoint=all is for repeated blocks, and the model has none",
+        ),
+        ({"float8_modules": "wide"}, {"of_model": ()}, "--set float8_modules=wide is for Linears of 4096 × 2048"),
+        ({"weights": "half", "autocast": "fp16"}, {}, "weights=half and --set autocast=fp16 contradict each other"),
+        ({"weights": "fp32", "master_weights": "true"}, {}, "master_weights=true means nothing for FP32 weights"),
+        ({"cuda_graphs": "on"}, {"devices": 2}, "--set cuda_graphs=on cannot be measured over several devices"),
+    ],
+)
+def test_a_pin_that_cannot_be_kept_is_refused(pins: Mapping[str, str], of: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpaceError, match=words):
+        candidates("hopper", *pins.items(), **of)
+
+
+def test_a_study_is_the_same_for_every_objective_and_another_by_a_pin_or_a_device_more() -> None:
+    whole = candidates("cpu").study_name
+    assert candidates("cpu", saves_memory=True).study_name == whole
+    others = candidates("cpu", ("checkpoint", "all")), candidates("cpu", devices=2)
+    assert whole not in {one.study_name for one in others}
+
+
+def test_what_half_weights_need_stays_in_fp32_in_all_of_them_and_what_nothing_cures_is_not_tried() -> None:
+    rule = Fp32Rule(path="fc", reason=Reason(risk=9.0))
+    tried = candidates("volta")
+    assert tried.halves_alone == (amp_recipe("fp16"), O2)
+    cured = policies(tried.guarded({"half": (rule,)}))
+    assert {policy.fp32_modules for policy in cured if policy.weights == "half"} == {(rule,)}
+    assert all(rule not in policy.fp32_modules for policy in cured if policy.weights == "fp32")
+    assert {policy.weights for policy in policies(tried.guarded({"half": None}))} == {"fp32"}
+
+
+NORM = HalfRule(type="LayerNorm")
+IN_HALF = replace(amp_recipe("bf16"), half_modules=(NORM,))
+
+
+@pytest.mark.parametrize(
+    ("found", "policy", "allowed"),
+    [
+        (candidates("volta"), STOCK, True),
+        (candidates("volta"), O2, True),
+        (candidates("volta"), Policy(weights="half"), False),
+        (candidates("hopper", ("weights", "half")), amp_recipe("fp16"), False),
+        (candidates("cpu", saves_memory=True), Policy(checkpoint=ALL), True),
+        (candidates("cpu", ("checkpoint", "none")), Policy(checkpoint=ALL), False),
+        (candidates("cpu", saves_memory=True), Policy(checkpoint=("head",)), False),
+        (candidates("hopper", half=(NORM,)), IN_HALF, True),
+        (candidates("hopper", ("half_modules", "false"), half=(NORM,)), IN_HALF, False),
+    ],
+)
+def test_a_policy_of_ones_own_is_allowed_where_its_settings_are_choices(
+    found: Candidates, policy: Policy, *, allowed: bool
+) -> None:
+    assert found.allows(policy) is allowed
