@@ -74,28 +74,21 @@ def test_a_policy_that_fails_in_another_rank_fails_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "said"),
+    ("command", "processes", "said"),
     [
-        ((), {"WORLD_SIZE": "4"}, "torchrun started 4 processes, 2 of them on this node, and amptune measures on one"),
-        (("--devices", "3"), {}, "torchrun started 2 processes: leave it out"),
-        (("--workers", "2"), {}, "torchrun's processes train together: leave it out"),
+        (SMALL, "4", "torchrun started 4 processes, 2 of them on this node, and amptune measures on one"),
+        ((*SMALL, "--devices", "3"), "2", "torchrun started 2 processes: leave it out"),
+        ((*SMALL, "--workers", "2"), "2", "torchrun's processes train together: leave it out"),
+        (("verify", "amp-bf16", "train.py:small"), "4", "start it with --nnodes 1"),
     ],
 )
 def test_what_torchrun_started_otherwise_is_refused(
-    folder: Path, options: tuple[str, ...], environment: dict[str, str], said: str
+    folder: Path, command: tuple[str, ...], processes: str, said: str
 ) -> None:
-    done = process(*SMALL, *options, folder=folder, **FIRST | environment)
+    done = process(*command, folder=folder, **FIRST | {"WORLD_SIZE": processes})
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
     assert not (folder / ".amptune").exists()
-
-
-def test_verifying_on_several_nodes_is_refused(folder: Path) -> None:
-    (folder / "policy.yaml").write_text('schema: amptune.policy/1\nautocast: "off"\n')
-    arguments = ("verify", "policy.yaml", "train.py:small", "--device", "cpu")
-    done = process(*arguments, folder=folder, **FIRST | {"WORLD_SIZE": "4"})
-    assert done.returncode == 2
-    assert "start it with --nnodes 1" in done.stderr
 
 
 @pytest.mark.parametrize(
