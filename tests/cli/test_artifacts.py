@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-from commands import WORKLOADS, Done, Machine, interrupting, run
+from commands import Done, Machine, interrupting, run
 
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.artifact_file import ArtifactFile, digest_of, kept_in
@@ -32,12 +31,6 @@ class Compiling(Machine):
             fits = {"settings": digest_of(policy)}
             path.write_bytes(ArtifactFile(fits=fits, graphs=str(policy).encode()).to_bytes())
         return outcome
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
 
 
 def tune(folder: Path, *options: str) -> Done:

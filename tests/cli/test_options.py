@@ -9,19 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import WORKLOADS, Machine, run
+from commands import Machine, run
 
 from amptune.policy.file_io import load
 from amptune.policy.file_mark import mark_of, marked
 
 REPOSITORY = Path(__file__).parents[2]
 TUNE = ("tune", "train.py:small", "--budget", "60s", "--trials", "3", "-q")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
 
 
 def test_the_same_command_for_the_same_target_replaces_the_policy_it_wrote_and_an_empty_file(folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -49,31 +48,13 @@ assert not counters["inductor"]["fxgraph_cache_miss"], counters
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
-
-
 def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
     done = process("tune", "train.py:small", "--budget", budget_here(8), "--trials", "2", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "policy written to policy.yaml" in done.stdout
-    assert_progress_is_told(done.stderr)
     assert "the script prints" not in done.stdout + done.stderr
     assert "the script prints" in next((folder / ".amptune").rglob("workers.log")).read_text()
     subprocess.run([sys.executable, "-W", "error", "-c", TRAINING], cwd=folder, check=True)
-
-
-def assert_progress_is_told(text: str) -> None:
-    """In order, each line with the time that is left."""
-    lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", text, flags=re.MULTILINE)
-    left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
-    assert list(left_s) == sorted(left_s, reverse=True)
-    stages = ["building the workload", "small: 18,696", "search space cpu", "1 *", "search ended", "comparison: "]
-    found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
-    assert found == sorted(found)
-    assert found[0] == 0
 
 
 @pytest.mark.parametrize("arguments", [("frobnicate",), ("check", "missing.yaml", "--json"), ("schema", "policy")])
@@ -117,14 +98,6 @@ def test_killing_the_tuner_leaves_no_worker_behind(folder: Path) -> None:
         running.kill()
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert alive == []
-
-
-@pytest.mark.slow
-def test_a_workload_that_takes_too_long_to_build_is_a_clear_error(folder: Path) -> None:
-    done = process("tune", "train.py:endless", "--budget", "1s", folder=folder)
-    assert done.returncode == 3
-    assert "could not be built and run for one step: timeout" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

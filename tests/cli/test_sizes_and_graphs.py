@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import WORKLOADS, Machine, run
+from commands import Machine, run
 from in_this_process import measuring_here
 from simulated.recorded import recorded_ms
 
@@ -16,12 +16,6 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 
 BASE = ["tune", "train.py:small", "--budget", "200s"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
 
 
 class Limited(Machine):
