@@ -123,20 +123,6 @@ def test_a_script_without_a_main_guard_tunes_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_is_done_with_the_batch_that_is_named_where_the_workloads_own_does_not_fit(folder: Path) -> None:
-    command = ["tune", "train.py:too_large", "--budget", budget_here(10), "--trials", "3"]
-    done = process(*command, folder=folder)
-    assert done.returncode == 3
-    assert "name a smaller batch with --batch-size" in done.stderr
-    done = process(*command, "--batch-size", "32", "--json", folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert "small: 18,696 parameters, batch 32" in done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["policy"]["batch_size"] == 32
-    assert "not-judged" not in {finding["code"] for finding in answer["findings"]}
-
-
-@pytest.mark.slow
 def test_training_with_an_empty_cache_finds_what_the_tuning_compiled(folder: Path) -> None:
     save(Policy(compile="default"), folder / "today.yaml")
     options = ["--baseline", "today.yaml", "--set", "compile=default", "--trials", "1", "--json"]

@@ -49,6 +49,7 @@ def replaced(policy: dict[str, Any]) -> dict[str, Any]:
 
 def test_energy_is_refused_where_none_was_reported(folder: Path) -> None:
     energy = ("--objective", "energy")
+    run(*TUNE, "--trials", "1", folder=folder, evaluator=Machine())
     for done in (
         run("report", "train.py:small", *energy, folder=folder),
         run(*TUNE, *energy, folder=folder, evaluator=Machine()),

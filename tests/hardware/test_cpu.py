@@ -66,35 +66,22 @@ def test_a_cpuinfo_without_x86_facts_still_gives_a_cpu(tmp_path: Path, cpuinfo: 
 
 
 @pytest.mark.parametrize(
-    ("files", "limit_mib"),
+    ("cgroup", "limits", "limit_mib"),
     [
-        (  # of cgroup 2, for the groups below it
-            {
-                "proc/self/cgroup": "0::/jobs/mine\n",
-                "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
-                "sys/fs/cgroup/jobs/memory.max": f"{64 * MIB}\n",
-            },
-            64,
-        ),
-        (  # of cgroup 1
-            {
-                "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
-                "sys/fs/cgroup/memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            },
+        ("0::/jobs/mine\n", {"jobs/mine/memory.max": "max\n", "jobs/memory.max": f"{64 * MIB}\n"}, 64),  # cgroup 2
+        (  # cgroup 1
+            "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
+            {"memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n", "memory/memory.limit_in_bytes": f"{2**62}\n"},
             96,
         ),
-        (  # in a container whose cgroup has the host's path
-            {"proc/self/cgroup": "0::/kubepods/pod1/abc\n", "sys/fs/cgroup/memory.max": f"{48 * MIB}\n"},
-            48,
-        ),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**60}\n"}, None),
-        ({}, None),
+        ("0::/kubepods/pod1/abc\n", {"memory.max": f"{48 * MIB}\n"}, 48),  # in a container, with the host's path
+        ("0::/\n", {"memory.max": f"{2**60}\n"}, None),  # above the machine's
+        ("", {}, None),
     ],
-    ids=["cgroup 2", "cgroup 1", "container", "above the machine's", "no proc and sys"],
 )
 def test_a_limit_of_memory_below_the_machines_holds(
-    tmp_path: Path, files: Mapping[str, str], limit_mib: int | None
+    tmp_path: Path, cgroup: str, limits: Mapping[str, str], limit_mib: int | None
 ) -> None:
+    files = {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
     whole_mib = psutil.virtual_memory().total // MIB
-    assert read_cpu(machine(tmp_path, files)).memory_mib == (whole_mib if limit_mib is None else limit_mib)
+    assert read_cpu(machine(tmp_path, files)).memory_mib == (limit_mib or whole_mib)

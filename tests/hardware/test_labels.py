@@ -13,30 +13,13 @@ from amptune.hardware.labels import is_software_label, labels_of, site_labels
 from amptune.hardware.machine import Cpu, Gpu, Software
 
 H200 = Gpu(
-    index=0,
-    name="NVIDIA H200",
-    uuid="GPU-3b2c0d11-9c5e-4a4f-8f2b-1d5a6e7f8091",
-    generation="hopper",
-    compute_capability=(9, 0),
-    memory_mib=143771,
-    multiprocessors=132,
-    tensor_cores=True,
-    bf16=True,
-    tf32=True,
-    fp8=True,
-    mig=False,
-)
+    index=0, name="NVIDIA H200", uuid="GPU-3b2c0d11", generation="hopper", compute_capability=(9, 0),
+    memory_mib=143771, multiprocessors=132, tensor_cores=True, bf16=True, tf32=True, fp8=True, mig=False,
+)  # fmt: skip
 XEON = Cpu(
-    model="Intel(R) Xeon(R) Platinum 8480C",
-    architecture="x86_64",
-    cores=56,
-    memory_mib=131072,
-    vendor="GenuineIntel",
-    family=6,
-    model_number=143,
-    avx512_bf16=True,
-    amx_bf16=True,
-)
+    model="Intel(R) Xeon(R) Platinum 8480C", architecture="x86_64", cores=56, memory_mib=131072,
+    vendor="GenuineIntel", family=6, model_number=143, avx512_bf16=True, amx_bf16=True,
+)  # fmt: skip
 SOFTWARE = Software(torch="2.11.0+cu130", python="3.12.3", cuda="13.0", cudnn="9.10.2", driver="580.159.04")
 
 

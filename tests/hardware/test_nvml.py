@@ -49,41 +49,28 @@ class RecordedNvml(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Constants and exceptions are the real library's."""
-        if name not in RECORDED:
+        if not name.startswith("nvml"):
             return getattr(pynvml, name)
         return lambda *arguments: self._answer(name, *arguments)
 
     def _answer(self, name: str, handle: str = "", *which: int) -> Any:
-        assert self.users > 0, f"{name} asked for while NVML is closed"
-        self._fail_if_told(name)
+        if name in self.failing:
+            raise self.failing[name]
+        self.users += {"nvmlInit": 1, "nvmlShutdown": -1}.get(name, 0)
+        assert self.users > 0 or name == "nvmlShutdown", f"{name} asked for while NVML is closed"
+        assert self.users >= 0, "NVML shut down more often than initialized"
+        if name == "nvmlDeviceGetHandleByUUID" and handle not in self.devices:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        own = {
+            "nvmlDeviceGetHandleByUUID": self.devices.get(handle),
+            "nvmlDeviceIsMigDeviceHandle": int(handle == "slice"),
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": "board",
+        }
+        if name in own or name not in RECORDED:
+            return own.get(name)
         self.asked_of[name] = handle
         answer = RECORDED[name]
         return answer[which[0]] if isinstance(answer, dict) else answer
-
-    def _fail_if_told(self, name: str) -> None:
-        if name in self.failing:
-            raise self.failing[name]
-
-    def nvmlInit(self) -> None:  # noqa: N802  # the library's own names, here and below
-        self._fail_if_told("nvmlInit")
-        self.users += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        assert self.users > 0, "NVML shut down more often than initialized"
-        self.users -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid not in self.devices:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return self.devices[uuid]
-
-    def nvmlDeviceIsMigDeviceHandle(self, handle: str) -> int:  # noqa: N802
-        self._fail_if_told("nvmlDeviceIsMigDeviceHandle")
-        return int(handle == "slice")
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:  # noqa: N802
-        assert handle == "slice"
-        return "board"
 
 
 @pytest.fixture

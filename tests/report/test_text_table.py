@@ -51,18 +51,20 @@ def test_a_pipe_gets_the_width_of_its_content(tmp_path: Path) -> None:
 
 
 def test_the_winner_is_coloured_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decision, pipe = decision_of(tmp_path), io.StringIO()
-    terminal = Terminal(monkeypatch, 200, term="xterm-256color")
-    print_decision(decision, "policy.yaml", terminal, verbose=True)
-    green = [line for line in terminal.getvalue().splitlines() if line.startswith("\x1b[1;32m")]
-    assert green[0].startswith(f"\x1b[1;32m{decision.winner}: ")
-    assert [line for line in green[1:] if "winner" in line] == green[1:]
-    print_decision(decision, "policy.yaml", pipe, verbose=True)
-    assert "\x1b" not in pipe.getvalue()
+    decision = decision_of(tmp_path)
+
+    def printed(stream: io.StringIO) -> str:
+        print_decision(decision, "policy.yaml", stream, verbose=True)
+        return stream.getvalue()
+
+    lines = printed(Terminal(monkeypatch, 200, term="xterm-256color")).splitlines()
+    first, *others = [line for line in lines if line.startswith("\x1b[1;32m")]
+    assert first.startswith(f"\x1b[1;32m{decision.winner}: ")
+    assert all("winner" in line for line in others)
+    assert "\x1b" not in printed(io.StringIO())
     plain = Terminal(monkeypatch, 200, term="xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
-    print_decision(decision, "policy.yaml", plain, verbose=True)
-    assert "32m" not in plain.getvalue()
+    assert "32m" not in printed(plain)
 
 
 def test_a_table_is_one_line_a_row_where_it_fits_and_else_folded() -> None:

@@ -45,26 +45,15 @@ def test_a_trial_is_one_line_with_its_time_its_ratio_and_what_is_to_be_least(
 
 
 def test_machines_are_told_in_words_and_not_as_labels() -> None:
-    gpu = {
-        "nvidia.com/gpu.product": "NVIDIA-H200",
-        "nvidia.com/gpu.memory": "143771",
-        "nvidia.com/gpu.compute.major": "9",
-        "nvidia.com/gpu.compute.minor": "0",
-        "torch": "2.11",
-        "cudnn": "9.19",
-        "model": "sha256:0",
-        "rack": "b7",
-    }
+    gpu = {"product": "NVIDIA-H200", "memory": "143771", "compute.major": "9", "compute.minor": "0"}
+    gpu = {f"nvidia.com/gpu.{name}": value for name, value in gpu.items()}
+    software = {"torch": "2.11", "cudnn": "9.19", "model": "sha256:0", "rack": "b7"}
     told = "NVIDIA H200 with 140 GiB, compute capability 9.0, torch 2.11, cuDNN 9.19, rack b7, this model"
-    assert machine_in_words(gpu) == told
-    cpu = {
-        "kubernetes.io/arch": "amd64",
-        "feature.node.kubernetes.io/cpu-model.vendor_id": "AMD",
-        "feature.node.kubernetes.io/cpu-model.family": "25",
-        "feature.node.kubernetes.io/cpu-model.id": "17",
-        "feature.node.kubernetes.io/cpu-cpuid.AVX512BF16": "true",
-    }
-    assert machine_in_words(cpu) == "amd64 CPUs of AMD family 25 model 17 with AVX512BF16"
+    assert machine_in_words(gpu | software) == told
+    cpu = {"model.vendor_id": "AMD", "model.family": "25", "model.id": "17", "cpuid.AVX512BF16": "true"}
+    cpu = {f"feature.node.kubernetes.io/cpu-{name}": value for name, value in cpu.items()}
+    told = "amd64 CPUs of AMD family 25 model 17 with AVX512BF16"
+    assert machine_in_words({"kubernetes.io/arch": "amd64", **cpu}) == told
     assert machine_in_words({"nvidia.com/gpu.product": "X"}) == "X"
 
 
@@ -94,7 +83,6 @@ def test_what_the_recorded_page_does_not_show_is_explained_too() -> None:
         {"objective": "memory", "gain": 0},
         {"objective": "memory", "gain": 2.0, "least_speed": -1},
         {"objective": "beauty", "ablation": {"autocast": {"buys": 2.0}}},
-        {"objective": "memory", "gain": 1.5, "ablation": {"autocast": {"buys": 0}}},
         {"speedup": 2.0, "ablation": {"autocast": {}}},
         {"speedup": 2.0, "ablation": {"autocast": "a lot"}},
     ],

@@ -105,11 +105,10 @@ def test_a_compiled_policy_compiles_the_training_step() -> None:
 
 class Digits(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
-        self.ready = stage
+        self.size = 5 if stage == "fit" else 1
 
     def train_dataloader(self) -> Any:
-        assert self.ready == "fit"
-        return DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), batch_size=5, shuffle=True)
+        return DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), self.size, shuffle=True)
 
 
 class WithLoader(Lit):

@@ -40,10 +40,8 @@ class Weighted(Trainer):
 
 
 def trainer_of(folder: Path, kind: Any = Trainer, arguments: Any = None, **more: Any) -> Any:
-    config = BertConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=2
-    )
-    model = BertForSequenceClassification(config)
+    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 32}
+    model = BertForSequenceClassification(BertConfig(num_attention_heads=2, num_labels=2, **small))
     plain = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.01}
     settings: Any = TrainingArguments(
         output_dir=str(folder),
