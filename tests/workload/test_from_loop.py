@@ -236,7 +236,8 @@ def test_a_warm_up_that_begins_at_0_does_not_stop_the_training() -> None:
     built = workload.optimizer(workload.model())
     assert (built.param_groups[0]["lr"], "initial_lr" in built.param_groups[0]) == (0.1, False)
     torch.optim.lr_scheduler.LambdaLR(built, lambda _: 0.0)
-    assert without_schedule(built).param_groups[0]["lr"] == 0.1
+    (group,) = without_schedule(built).param_groups
+    assert (group["lr"], "initial_lr" in group) == (0.1, False)
 
 
 def test_a_model_that_cannot_be_pickled_is_copied_where_it_is() -> None:
