@@ -169,7 +169,7 @@ def test_a_second_fit_goes_on_with_the_same_scaler_and_the_model_is_plain_again_
         assert model.net.head_dtypes == {torch.float32}
         scaler = precision.scaler
     assert precision.scaler is scaler
-    model.on_train_start = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    model.on_train_start = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         trainer(precision).fit(model, loader())
     assert type(model.net.head) is nn.Linear

@@ -112,7 +112,7 @@ def test_a_gradient_penalty_is_in_fp32_where_the_modules_are() -> None:
 
 
 def test_tied_weights_stay_tied_across_precisions() -> None:
-    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     weight = model[1].weight = model[0].weight
     with apply(Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="1"),)), model) as tuned:
         with tuned.autocast():
@@ -141,7 +141,7 @@ def resumed(policy: Policy, state: dict[str, Any] | None, data: list[Batch]) -> 
             optimizer.zero_grad()
         assert optimizer.param_groups[0]["fused"] or not policy.fused_optimizer
         file = io.BytesIO()
-        parts = {"model": model, "optimizer": optimizer, "scaler": tuned.scaler}
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": tuned.scaler}
         torch.save({name: part.state_dict() for name, part in parts.items()}, file)
     file.seek(0)
     return model, torch.load(file)

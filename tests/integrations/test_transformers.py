@@ -131,7 +131,7 @@ def test_arguments_that_contradict_the_policy_are_an_error(tmp_path: Path) -> No
     twice = r"bf16: True in training_arguments\(…\), True from the policy\n  gradient_accumulation_steps: 2 in"
     with pytest.raises(PolicyApplyError, match=twice):
         training_arguments(RULE, bf16=True, gradient_accumulation_steps=2, seed=3)
-    other = {"bf16": False, "torch_compile": False, "torch_compile_mode": None}
+    other: dict[str, Any] = {"bf16": False, "torch_compile": False, "torch_compile_mode": None}
     with pytest.raises(PolicyApplyError, match="autocast: off here, bf16 in the policy\n  compile: off here"):
         trainer(tmp_path, PolicyCallback(replace(RULE, compile="default")), **other)
 

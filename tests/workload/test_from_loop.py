@@ -84,7 +84,8 @@ def test_the_model_and_its_optimizer_are_copied_as_they_are() -> None:
     assert all(map(torch.equal, model.state_dict().values(), copy.state_dict().values()))
     assert copy[1].weight is copy[0].weight
     assert (copy.training, model.training) == (True, False)
-    for given in (copy, torch.compile(copy)):
+    wrapped: Any = torch.compile(copy)
+    for given in (copy, wrapped):
         built = workload.optimizer(given)
         assert type(built) is torch.optim.SGD
         first, second = built.param_groups

@@ -47,7 +47,7 @@ def trainer_of(folder: Path, kind: Any = Trainer, arguments: Any = None, **more:
         output_dir=str(folder),
         use_cpu=True,
         report_to="none",
-        **{**plain, **(arguments or {})},  # type: ignore[arg-type]
+        **{**plain, **(arguments or {})},
     )
     return kind(model, settings, **{"train_dataset": DATA, **more})
 
