@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -36,3 +37,12 @@ def _random_numbers_are_the_same_whatever_ran_before() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_rng_state(state)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a script of small workloads, in which a user runs commands."""
+    from commands import WORKLOADS
+
+    (tmp_path / "train.py").write_text(WORKLOADS)
+    return tmp_path

@@ -10,24 +10,6 @@ from types import FrameType
 from typing import Any
 
 
-def calls_in(function: Callable[[], object]) -> int:
-    """How many functions, Python's and C's, are called inside the function on its own thread."""
-    seen = 0
-
-    def note(_frame: FrameType, event: str, _: object) -> None:
-        nonlocal seen
-        seen += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    with _no_garbage_collected():
-        sys.setprofile(note)
-        try:
-            function()
-        finally:
-            sys.setprofile(before)
-    return seen - 2  # the call of the function, and the one that ends the counting
-
-
 def lines_in(function: Callable[[], object]) -> int:
     """How many lines of Python run inside the function on its own thread; a loop's count once a round."""
     seen = 0

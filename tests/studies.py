@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 from measurements import took
 
-from amptune.measure.results.outcome import Failure, FailureKind, Outcome
+from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
-from amptune.policy.settings import STOCK, Autocast, Fp32Rule, Policy, Reason, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["BF16", "FP16", "LAST", "OOM", "OUTCOMES", "SMALL", "TUNING", "compared", "record", "rich", "thousands"]
+__all__ = ["BF16", "FP16", "LAST", "OOM", "OUTCOMES", "SMALL", "TUNING", "compared", "record", "rich"]
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 LAST = amp_recipe("bf16", memory_format="channels_last")
@@ -104,28 +102,6 @@ def rich() -> StudyRecord:
     return record(
         tunings=(tuning,), trials=trials, judged=(record().judged[0], *judged), rows=tuple(rows), findings=findings
     )
-
-
-def thousands(number_of_trials: int = 3000) -> StudyRecord:
-    """A study of so many trials, of which some failed in each way."""
-    kinds: tuple[FailureKind, ...] = ("oom", "nonfinite", "unsupported", "timeout", "crash", "error")
-    trials = [_trial(0, STOCK, OUTCOMES[STOCK])]
-    for number, policy in zip(range(1, number_of_trials), _policies(), strict=False):
-        wave = 1 + 0.5 * math.sin(number)
-        failed = Failure(kind=kinds[number % 6], message="it did not run here " * 4)
-        outcome: Outcome = failed if number % 11 == 0 else took(4 + 6 * wave, 400 + 300 * math.cos(number) ** 2)
-        trials.append(_trial(number, policy, outcome))
-    return record(trials=tuple(trials), judged=())
-
-
-def _policies() -> Iterator[Policy]:
-    for size, autocast, layout, fused in product(range(1, 1000), HALVES, _LAYOUTS, (False, True)):
-        rules = tuple(Fp32Rule(path=f"body.{size + i}.**") for i in range(3))
-        yield amp_recipe(autocast, memory_format=layout, fused_optimizer=fused, fp32_modules=rules, batch_size=size)
-
-
-HALVES: tuple[Autocast, ...] = ("bf16", "fp16")
-_LAYOUTS = ("contiguous", "channels_last")
 
 
 def _trial(number: int, policy: Policy, outcome: Outcome) -> Trial:

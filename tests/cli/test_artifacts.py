@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-from commands import WORKLOADS, Done, Machine, interrupting, run
+from commands import Done, Machine, interrupting, run
 
 from amptune.measure.results.outcome import Effort, Measurement, Outcome
 from amptune.policy.artifact_file import ArtifactFile, digest_of, kept_in
@@ -34,15 +33,9 @@ class Compiling(Machine):
         return outcome
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
-
-
-def tune(folder: Path, *options: str, keeps: bool = True, budget: str = "200s") -> Done:
-    machine = Compiling(folder=folder) if keeps else Machine()
-    return run("tune", "train.py:small", "--budget", budget, *options, folder=folder, evaluator=machine)
+def tune(folder: Path, *options: str) -> Done:
+    line = ("tune", "train.py:small", "--budget", "200s", *options)
+    return run(*line, folder=folder, evaluator=Compiling(folder=folder))
 
 
 def beside(folder: Path) -> ArtifactFile:
@@ -59,30 +52,16 @@ def test_what_was_compiled_for_the_winner_lies_beside_its_policy_and_is_mentione
     assert line == "• compiled graphs are in policy.yaml.artifacts; amptune.apply(…, artifacts=True) loads them"
 
 
-def test_a_resumed_study_writes_again_what_an_earlier_run_compiled(folder: Path) -> None:
+def test_another_policy_replaces_the_file_and_one_that_is_not_compiled_takes_it_away(folder: Path) -> None:
     tune(folder, *COMPILED)
     first = beside(folder)
-    (folder / "policy.yaml.artifacts").unlink()
-    done = tune(folder, *COMPILED, "--json", keeps=False)
-    assert json.loads(done.stdout)["artifacts"] == "policy.yaml.artifacts"
-    assert beside(folder) == first
-
-
-def test_a_policy_that_is_not_compiled_takes_the_file_of_the_one_before_away(folder: Path) -> None:
-    tune(folder, *COMPILED)
+    tune(folder, "--set", "compile=default", "--trials", "4")
+    assert beside(folder) != first
     done = tune(folder, "--no-compile", "--trials", "4", "--json")
     assert json.loads(done.stdout)["policy"].get("compile", "off") == "off"
     assert json.loads(done.stdout)["artifacts"] is None
     assert not (folder / "policy.yaml.artifacts").exists()
     assert not list((folder / KEPT).iterdir())
-
-
-def test_another_compiled_policy_replaces_the_file(folder: Path) -> None:
-    tune(folder, *COMPILED)
-    first = beside(folder)
-    tune(folder, "--set", "compile=default", "--trials", "4")
-    assert beside(folder) != first
-    assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
 
 
 def test_a_file_that_amptune_did_not_write_is_left_and_told_of(folder: Path) -> None:
@@ -96,11 +75,12 @@ def test_a_file_that_amptune_did_not_write_is_left_and_told_of(folder: Path) -> 
     assert (folder / "policy.yaml.artifacts").read_text() == "mine"
 
 
-def test_an_interrupted_tuning_writes_the_file_of_its_policy_too(folder: Path) -> None:
+def test_a_resumed_study_writes_again_what_an_earlier_run_compiled_though_it_is_interrupted(folder: Path) -> None:
     tune(folder, *COMPILED)
-    (folder / "policy.yaml.artifacts").unlink()
-    machine = Compiling(folder=folder, interfere=interrupting(1))
-    done = run("tune", "train.py:small", *COMPILED, "--json", folder=folder, evaluator=machine)
-    assert done.returncode == 130
-    assert json.loads(done.stdout)["policy"]["compile"] == "reduce-overhead"
-    assert beside(folder).fits["settings"] == digest_of(load(folder / "policy.yaml").policy)
+    first = beside(folder)
+    for machine, code in ((Machine(), 0), (Machine(interfere=interrupting(1)), 130)):
+        (folder / "policy.yaml.artifacts").unlink()
+        done = run("tune", "train.py:small", "--budget", "200s", *COMPILED, "--json", folder=folder, evaluator=machine)
+        assert done.returncode == code
+        assert json.loads(done.stdout)["artifacts"] == "policy.yaml.artifacts"
+        assert beside(folder) == first

@@ -29,12 +29,6 @@ TUNE = ("tune", "train.py:small")
 FEW = ("--budget", "60s", "--trials", "4")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
-
-
 def test_tuning_writes_a_policy_that_is_valid_where_it_was_tuned(folder: Path) -> None:
     done = run(*TUNE, *FEW, folder=folder, evaluator=Machine(hardware=probe("cpu")))
     assert done.returncode == 0, done.stderr
@@ -47,20 +41,18 @@ def test_tuning_writes_a_policy_that_is_valid_where_it_was_tuned(folder: Path) -
 
 
 def test_progress_is_told_in_order_each_line_with_the_time_left(folder: Path) -> None:
-    done = run(*TUNE, *FEW, folder=folder, evaluator=Machine())
+    done = run("tune", "train.py:small", "--budget", "60s", "--trials", "2", folder=folder, evaluator=Machine())
     lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", done.stderr, flags=re.MULTILINE)
     left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
-    assert left_s[0] == 60
     assert list(left_s) == sorted(left_s, reverse=True)
     stages = [
         "building the workload",
-        "resnet50: 25,000,000 parameters",
+        "resnet50: 25,000,000",
         "search space hopper",
         "1 *",
-        "numerics of",
         "search ended",
+        "comparison: ",
     ]
-    stages.append("comparison: ")
     found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
     assert found == sorted(found)
     assert found[0] == 0
@@ -71,16 +63,16 @@ def lighter(policy: Policy) -> float:
     return 5000.0 if policy.autocast == "off" else 3000.0
 
 
-def test_the_answer_is_three_lines_what_was_found_how_sure_and_what_to_do_next(folder: Path) -> None:
+def test_the_answer_is_three_lines_and_verbose_has_the_tables_and_all_findings(folder: Path) -> None:
     done = run(*TUNE, *FEW, folder=folder, evaluator=Machine(peak_mib=lighter))
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3
-    assert re.fullmatch(r"fp16, channels_last: 2\.55× \[2\.\d\d, 2\.\d\d\] the speed of the baseline", lines[0])
-    sure = r"confirmed, over 99\.9 % sure: \d+ measurements in \d+ processes, 4 trials, \d+ s"
-    assert re.fullmatch(sure, lines[1])
-    assert lines[2] == 'policy written to policy.yaml. In training: amptune.apply("policy.yaml", model)'
-    assert all(len(line) <= 80 for line in lines[:3])
+    found, sure, next_step = done.stdout.splitlines()
+    assert re.fullmatch(r"fp16, channels_last: 2\.55× \[2\.\d\d, 2\.\d\d\] the speed of the baseline", found)
+    assert re.fullmatch(r"confirmed, over 99\.9 % sure: \d+ measurements in \d+ processes, 4 trials, \d+ s", sure)
+    assert next_step == 'policy written to policy.yaml. In training: amptune.apply("policy.yaml", model)'
     assert "\n• the policy frees 2,000 of 5,000 MiB" in done.stderr
+    verbose = run(*TUNE, *FEW, "-v", "--study", "other", folder=folder, evaluator=Machine(peak_mib=lighter))
+    assert ("ms/step" in done.stdout, "ms/step" in verbose.stdout) == (False, True)
+    assert verbose.stderr.count("\n• ") > done.stderr.count("\n• ") > 0
 
 
 def test_where_nothing_is_better_the_answer_says_to_keep_what_one_has(folder: Path) -> None:
@@ -93,56 +85,27 @@ def test_where_nothing_is_better_the_answer_says_to_keep_what_one_has(folder: Pa
     assert any(line.startswith("policy written to policy.yaml; ") for line in lines[2:4])  # 80 columns: it may be long
 
 
-def test_where_only_the_baseline_was_measured_the_answer_asks_for_time(folder: Path) -> None:
-    lines = run(*TUNE, "--trials", "1", folder=folder, evaluator=Machine(interfere=interrupting(after=1))).stdout
-    assert lines.splitlines()[1].startswith("only the baseline was measured, 1 trial, ")
-    assert lines.splitlines()[2] == "provisional policy written to policy.yaml; give more time with --budget"
-
-
-def test_the_policies_that_were_compared_and_all_findings_are_for_verbose(folder: Path) -> None:
-    short = run(*TUNE, *FEW, folder=folder, evaluator=Machine(peak_mib=lighter))
-    verbose = run(*TUNE, *FEW, "-v", "--study", "other", folder=folder, evaluator=Machine(peak_mib=lighter))
-    assert "ms/step" not in short.stdout
-    assert "ms/step" in verbose.stdout
-    assert "what each setting buys" in verbose.stdout
-    assert verbose.stderr.count("\n• ") > short.stderr.count("\n• ") > 0
-
-
-def test_the_same_command_again_resumes(folder: Path) -> None:
-    run(*TUNE, "--budget", "60s", "--trials", "2", folder=folder, evaluator=Machine())
-    again = run(*TUNE, "--budget", "60s", "--trials", "1", folder=folder, evaluator=Machine())
-    assert "2 trials remembered" in again.stderr
-    assert "search ended after 1 new trials" in again.stderr
-
-
-def test_the_budget_counts_from_the_start_of_the_command(folder: Path) -> None:
+def test_the_same_command_again_resumes_and_its_budget_counts_from_the_start(folder: Path) -> None:
     class Slow(Machine):
         def prepare(self, limit_s: float) -> Prepared:
             assert limit_s == 60.0
             self.clock.advance(25.0)
             return super().prepare(limit_s)
 
-    done = run(*TUNE, *FEW, folder=folder, evaluator=Slow())
-    assert done.stderr.startswith("[  60 s left] building the workload\n[  35 s left] resnet50")
-
-
-def test_an_interruption_writes_the_best_so_far(folder: Path) -> None:
-    done = run(*TUNE, "--budget", "60s", folder=folder, evaluator=Machine(interfere=interrupting(after=3)))
-    assert done.returncode == 130
-    assert "provisional policy written to policy.yaml" in done.stdout
-    assert done.stderr.endswith("\ninterrupted: this is the best so far; the same command continues\n")
-    assert "provisional: true" in (folder / "policy.yaml").read_text()
+    first = run(*TUNE, "--budget", "60s", "--trials", "2", folder=folder, evaluator=Slow())
+    assert first.stderr.startswith("[  60 s left] building the workload\n[  35 s left] resnet50")
+    again = run(*TUNE, "--budget", "60s", "--trials", "1", folder=folder, evaluator=Machine())
+    assert "2 trials remembered" in again.stderr
+    assert "search ended after 1 new trials" in again.stderr
 
 
 def test_an_interruption_before_the_baseline_is_measured_writes_nothing(folder: Path) -> None:
-    done = run(*TUNE, "--budget", "60s", folder=folder, evaluator=Machine(interfere=interrupting(after=0)))
-    assert done.returncode == 130
-    assert "interrupted before the baseline was measured: nothing to write" in done.stderr
-    assert not (folder / "policy.yaml").exists()
     done = run(*TUNE, "--budget", "60s", "--json", folder=folder, evaluator=Machine(interfere=interrupting(after=0)))
     answer = json.loads(done.stdout)
     assert answer["exit_code"] == done.returncode == 130
     assert answer["findings"][0]["code"] == "interrupted"
+    assert "interrupted before the baseline was measured: nothing to write" in done.stderr
+    assert not (folder / "policy.yaml").exists()
 
 
 def test_an_interruption_while_packages_are_imported_ends_without_a_traceback(tmp_path: Path) -> None:
@@ -188,16 +151,9 @@ def test_an_interruption_in_a_callback_is_not_lost() -> None:
     ("arguments", "said"),
     [
         (("tune", "train.py:small", "--device", "cuda"), "device 'cuda' does not exist here: CUDA's driver has none"),
-        (("verify", "policy.yaml", "train.py:small", "--device", "cuda:1"), "device 'cuda:1' does not exist here"),
+        (("verify", "amp-bf16", "train.py:small", "--device", "cuda:1"), "device 'cuda:1' does not exist here"),
         (("diagnose", "train.py:small", "--device", "gpu"), "'gpu' is no device: write cpu, cuda or cuda:1"),
-        (("tune", "nothing.py"), "there is no file nothing.py"),
-        (("tune", "train.py:small", "-o", "no/policy.yaml"), "there is no folder no"),
-        (("tune", "train.py:small", "--set", "bf16"), "'bf16' is not of the form KNOB=VALUE"),
-        (("tune", "train.py:small", "--set", "autocast=bf16", "--set", "autocast=off"), "to be bf16 and off"),
         (("tune", "train.py:small", "--budget", "soon"), "is no duration"),
-        (("tune", "train.py:small", "--max-memory", "60"), "write 60GiB"),
-        (("tune", "train.py:small", "--report", "same", "-o", "./same"), "same is where the policy is written"),
-        (("report", "sqlite:///nowhere.db"), "there is no study in sqlite:///nowhere.db"),
         (("verify", "train.py", "policy.yaml"), "the policy stands first: amptune verify policy.yaml train.py"),
     ],
 )
@@ -207,27 +163,12 @@ def test_a_wrong_argument_is_told_before_anything_is_imported_or_built(
     def started(_: str) -> None:
         pytest.fail("workers were started")
 
-    claiming(folder, 2.0)
     monkeypatch.setattr("amptune.cli.device.gpu_count", lambda: 0)
     monkeypatch.setattr("amptune.measure.workers.processes.start_importing", started)
     done = run(*arguments, folder=folder)
     assert done.returncode == 2
     assert said in done.stderr
     assert "building" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no fork server")
-def test_an_interruption_while_the_workers_server_starts_shows_no_traceback_of_it(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, signal, sys\nif 'forkserver' in str(sys.orig_argv): os.kill(os.getpid(), signal.SIGINT)\n"
-    )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    start = "from amptune.measure.workers.processes import start_importing; start_importing()"
-    done = subprocess.run(
-        [sys.executable, "-c", start], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_interruption_of_what_has_nothing_to_write_says_so_and_exits_with_130(folder: Path) -> None:
@@ -237,14 +178,6 @@ def test_an_interruption_of_what_has_nothing_to_write_says_so_and_exits_with_130
     assert done.returncode == 130
     assert done.stderr.endswith("\ninterrupted\n")
     assert machine.closed
-
-
-def test_one_of_optunas_samplers_can_propose(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    arguments = ("tune", "train.py:small", "--budget", "200s", "--trials", "8", "--sampler", "tpe")
-    done = run(*arguments, folder=tmp_path, evaluator=Machine())
-    assert done.returncode == 0, done.stderr
-    assert load(tmp_path / "policy.yaml").policy.autocast == "fp16"
 
 
 def test_arguments_of_the_script_stand_behind_two_dashes_and_in_the_command_that_measures_more(folder: Path) -> None:
@@ -260,11 +193,7 @@ def test_arguments_of_the_script_stand_behind_two_dashes_and_in_the_command_that
     ("options", "words"),
     [
         (["--sampler", "tpe", "--objective", "memory"], "only amptune's own sampler"),
-        (["--sampler", "cma"], "amptune"),
-        (["--set", "batch_size=4"], "use --batch-size"),
-        (["--batch-size", "0"], "whole number of at least 1"),
         (["--devices", "2"], "together with --global-batch"),
-        (["--global-batch", "101", "--devices", "2"], "cannot be shared out evenly among 2 devices"),
     ],
 )
 def test_options_that_do_not_serve_are_refused_before_anything_is_measured(
@@ -279,7 +208,6 @@ def test_options_that_do_not_serve_are_refused_before_anything_is_measured(
     ("target", "code", "words"),
     [
         ("train.py:smal", 2, "did you mean small"),
-        ("train.py:no_workload", 2, "of type dict, not an amptune.Workload"),
         ("train.py:no_parameters", 2, "nothing to train"),
         ("train.py:raises", 1, "the training step raised ValueError: labels out of range"),
         ("train.py:not_a_number", 3, "nonfinite: the loss is nan at step 1"),
@@ -299,79 +227,39 @@ def assert_refused(done: Done, folder: Path, code: int, words: str) -> None:
     assert code != 2 or not list(folder.glob(".amptune/*"))
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("import sys; sys.exit(0)", "importing quits.py raised SystemExit: 0"),
-        ("import argparse; p = argparse.ArgumentParser(); p.add_argument('data'); p.parse_args([])", "SystemExit: 2"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-    ],
-)
-def test_a_script_that_quits_while_imported_is_the_users_error(folder: Path, line: str, words: str) -> None:
-    (folder / "quits.py").write_text(f"{line}\n{WORKLOADS}")
-    with measuring_here(f"{folder}/quits.py:small") as here:
-        done = run("tune", "quits.py:small", "--budget", "20s", folder=folder, evaluator=here)
-    assert done.returncode == 1
-    assert words in done.stderr
-    assert "quits.py:1" in done.stderr
-
-
 STEPS = """
-def step(tuned, model, optimizer, batch, times=1, inside=False):
+def step(tuned, model, optimizer, batch):
     with tuned.autocast():
         loss = nn.functional.cross_entropy(model(tuned.batch(batch[0])), batch[1])
-        if inside:
-            loss.backward()
-    if not inside:
-        loss.backward()
-    for _ in range(times):
-        optimizer.step()
+    loss.backward()
+    optimizer.step()
+    optimizer.step()
     optimizer.zero_grad()
     return loss
 
-twice = of(loss=None, step=lambda *parts: step(*parts, times=2))
-inside = of(loss=None, step=lambda *parts: step(*parts, inside=True))
+twice = of(loss=None, step=step)
 """
 
 
-@pytest.mark.parametrize("command", [["tune"], ["verify", "policy.yaml"], ["diagnose"]], ids=lambda words: words[0])
-def test_a_step_that_applies_its_gradients_twice_is_refused_by_every_command(folder: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("command", [("tune", "--force"), ("verify", "policy.yaml"), ("diagnose",)], ids=" ".join)
+def test_a_step_that_applies_its_gradients_twice_is_refused_by_every_command(
+    folder: Path, command: tuple[str, ...]
+) -> None:
     (folder / "steps.py").write_text(WORKLOADS + STEPS)
-    if command[0] == "verify":
-        claiming(folder, 2.0)
+    claiming(folder, 2.0)
     with measuring_here(f"{folder}/steps.py:twice") as here:
         done = run(*command, "steps.py:twice", "--budget", "20s", folder=folder, evaluator=here)
     assert done.returncode == 2, done.stderr
     assert "the optimizer steps again on" in " ".join(done.stderr.split())
-    assert "leave one of the two steps out" in " ".join(done.stderr.split())
 
 
-@pytest.mark.slow
-def test_a_mistake_of_a_step_under_autocast_is_a_finding_of_the_tuning_and_the_diagnosis(folder: Path) -> None:
-    (folder / "steps.py").write_text(WORKLOADS + STEPS)
-    for command in (["tune", "--trials", "2"], ["diagnose"]):
-        with measuring_here(f"{folder}/steps.py:inside") as here:
-            done = run(*command, "steps.py:inside", "--budget", "20s", "--json", folder=folder, evaluator=here)
-        assert done.returncode == 0, done.stderr
-        assert "backward-inside-autocast" in {finding["code"] for finding in json.loads(done.stdout)["findings"]}
-
-
-@pytest.mark.parametrize("mistake", [["--budget", "soon"], ["--no-such-option"], ["--trials", "0"]])
-def test_with_json_a_mistake_in_the_options_is_an_object_too(mistake: list[str], folder: Path) -> None:
-    done = run("tune", "train.py:small", *mistake, "--json", folder=folder)
+def test_with_json_a_mistake_in_the_options_is_an_object_too(folder: Path) -> None:
+    done = run(*TUNE, "--no-such-option", "--json", folder=folder)
     answer = json.loads(done.stdout)
     assert answer["exit_code"] == done.returncode == 2
     assert answer["findings"][0]["code"] == "usage"
     assert answer["findings"][0]["message"] in done.stderr.replace("\n", " ")
-    assert run("tune", "train.py:small", *mistake, "--", "--json", folder=folder).stdout == ""
-
-
-def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:
-    with measuring_here(f"{folder}/train.py:raises") as here:
-        done = run("tune", "train.py:raises", "--budget", "20s", folder=folder, evaluator=here)
-        assert "Traceback" in here.log.getvalue()
-    line = WORKLOADS.splitlines().index('    raise ValueError("labels out of range")') + 1
-    assert f"train.py:{line}" in done.stderr
+    assert run(*TUNE, "--trials", "0", "--", "--json", folder=folder).stdout == ""
 
 
 def test_a_full_disk_prints_the_policy_instead(folder: Path) -> None:
@@ -388,115 +276,54 @@ def test_a_full_disk_prints_the_policy_instead(folder: Path) -> None:
     assert json.loads(page.stdout)["exit_code"] == 2
 
 
-def test_files_can_be_checked_together_and_for_machines_elsewhere_as_before_a_commit(folder: Path) -> None:
-    (folder / "h200.yaml").write_text(
-        "schema: amptune.policy/1\nautocast: fp16\nvalid_for: {nvidia.com/gpu.product: NVIDIA-H200-OF-TEST}\n"
-    )
-    (folder / "bad.yaml").write_text("schema: amptune.policy/1\nautocast: bf15\n")
-    done = run("check", "--any-hardware", "h200.yaml", "h200.yaml", folder=folder)
-    assert done.returncode == 0
-    assert done.stdout.splitlines() == ["h200.yaml: a well-formed policy"] * 2
-    assert run("check", "--any-hardware", "h200.yaml", "bad.yaml", folder=folder).returncode == 2
-
-
-def test_the_starter_workload_runs_as_it_stands(folder: Path) -> None:
+def test_the_starter_workload_runs_as_it_stands_and_is_not_replaced(folder: Path) -> None:
     assert run("init", "mine.py", folder=folder).returncode == 0
     with measuring_here(f"{folder}/mine.py:workload") as here:
         done = run("tune", "mine.py:workload", "--budget", "12s", "--trials", "2", folder=folder, evaluator=here)
     assert done.returncode == 0, done.stderr
     again = run("init", "mine.py", folder=folder)
-    assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 
-LOOP = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-if __name__ == "__main__":
-    loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(3, (64,))), batch_size=8)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x, y in loader:
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-def test_a_workload_written_from_a_script_runs_as_it_stands(folder: Path) -> None:
-    (folder / "fit.py").write_text(LOOP)
-    done = run("init", "--from", "fit.py", folder=folder)
-    assert (done.returncode, done.stdout) == (0, "wrote fit_workload.py; next: amptune tune fit_workload.py\n")
-    with measuring_here(f"{folder}/fit_workload.py") as here:
-        tuned = run("tune", "fit_workload.py", "--budget", "12s", "--trials", "2", folder=folder, evaluator=here)
-    assert tuned.returncode == 0, tuned.stderr
-
-
-def test_init_replaces_a_file_only_if_told_so(folder: Path) -> None:
-    (folder / "fit.py").write_text(LOOP)
+def test_init_from_a_script_writes_beside_it_and_replaces_a_file_only_if_told_so(folder: Path) -> None:
+    script = "for x in loader:\n    loss_fn(model(x)).backward()\n    optimizer.step()\n"
+    (folder / "fit.py").write_text(script)
     (folder / "fit_workload.py").write_text("mine\n")
     again = run("init", "--from", "fit.py", folder=folder)
     assert (again.returncode, (folder / "fit_workload.py").read_text()) == (2, "mine\n")
-    assert "fit_workload.py exists already; it is left as it is without --force" in again.stderr
     itself = run("init", "--from", "fit.py", "fit.py", "--force", folder=folder)
-    assert (itself.returncode, (folder / "fit.py").read_text()) == (2, LOOP)
-    assert run("init", "--from", "fit.py", "--force", folder=folder).returncode == 0
-    assert (
-        'Workload.from_loop(model, loader, training_loss, optimizer, name="fit")'
-        in (folder / "fit_workload.py").read_text()
+    assert (itself.returncode, (folder / "fit.py").read_text()) == (2, script)
+    done = run("init", "--from", "fit.py", "--force", folder=folder)
+    assert (done.returncode, done.stdout.splitlines()[0]) == (
+        0,
+        "wrote fit_workload.py; next: amptune tune fit_workload.py",
     )
-
-
-def test_init_from_a_script_that_shows_no_training_writes_nothing(folder: Path) -> None:
+    assert "from_loop(" in (folder / "fit_workload.py").read_text()
     (folder / "plain.py").write_text("print('hello')\n")
-    done = run("init", "--from", "plain.py", "--json", folder=folder)
-    assert (done.returncode, (folder / "plain_workload.py").exists()) == (2, False)
-    assert json.loads(done.stdout)["findings"][0]["code"] == "target"
-    assert "plain.py shows no training that amptune recognises" in done.stderr
-    (folder / "policy.yaml").write_text("schema: amptune.policy/1\n")
-    policy = run("init", "--from", "policy.yaml", folder=folder)
-    assert (policy.returncode, "policy.yaml is no Python script" in policy.stderr) == (2, True)
-    missing = run("init", "--from", "no.py", folder=folder)
-    assert (missing.returncode, "no.py cannot be read" in missing.stderr) == (2, True)
+    for wrong, words in (("plain.py", "shows no training"), ("a.yaml", "no Python"), ("no.py", "cannot be read")):
+        refused = run("init", "--from", wrong, folder=folder)
+        assert (refused.returncode, words in refused.stderr) == (2, True)
+    assert not (folder / "plain_workload.py").exists()
 
 
-def test_profiles_are_built_and_resolved(folder: Path) -> None:
-    for product in ("A", "B"):
-        (folder / f"{product}.yaml").write_text(
-            f"schema: amptune.policy/1\nname: {product}\nvalid_for: {{nvidia.com/gpu.product: {product}}}\n"
+def test_profiles_are_built_and_resolved_and_files_checked_for_machines_elsewhere(folder: Path) -> None:
+    for name, product in {"A": "A", "B": "B", "C": "A"}.items():
+        (folder / f"{name}.yaml").write_text(
+            f"schema: amptune.policy/1\nname: {name}\nvalid_for: {{nvidia.com/gpu.product: {product}}}\n"
         )
-    assert run("profile", "build", "A.yaml", "B.yaml", "-o", "cluster.yaml", folder=folder).returncode == 0
-    onto_itself = run("profile", "build", "A.yaml", "B.yaml", "-o", "./A.yaml", folder=folder)
-    assert onto_itself.returncode == 2
+    assert run("check", "--any-hardware", "A.yaml", "B.yaml", folder=folder).returncode == 0
+    assert run("check", "--any-hardware", "A.yaml", "train.py", folder=folder).returncode == 2
+    build = ("profile", "build", "A.yaml", "B.yaml")
+    assert run(*build, "-o", "cluster.yaml", folder=folder).returncode == 0
+    onto_itself = run(*build, "-o", "./A.yaml", folder=folder)
     assert "A.yaml is one of the policies, and would be overwritten" in onto_itself.stderr
-    label = "nvidia.com/gpu.product=B"
-    done = run("profile", "resolve", "cluster.yaml", "--label", label, "--json", folder=folder)
-    answer = json.loads(done.stdout)
-    assert answer["entry"] == 1
-    assert "nvidia.com/gpu.product" in str(answer["rejected"])
-    assert run("profile", "resolve", "cluster.yaml", folder=folder).returncode == 4
-    (folder / "C.yaml").write_text((folder / "A.yaml").read_text())
-    twice = run("profile", "build", "A.yaml", "B.yaml", "C.yaml", "-o", "twice.yaml", folder=folder)
-    assert (twice.returncode, (folder / "twice.yaml").exists()) == (2, False)
+    twice = run(*build, "C.yaml", "-o", "twice.yaml", folder=folder)
     assert "C.yaml: is for the same machines as A.yaml: keep one of them" in twice.stderr
-
-
-def test_check_finds_the_entry_of_a_profile_that_nothing_reaches(folder: Path) -> None:
-    entries = "".join(f"  - {{match: {{m: '>={least}'}}, policy: {{autocast: bf16}}}}\n" for least in (10, 20))
-    (folder / "cluster.yaml").write_text(f"schema: amptune.profile/1\nentries:\n{entries}")
-    done = run("check", "cluster.yaml", "--any-hardware", folder=folder)
-    assert done.returncode == 2
-    assert "cluster.yaml:4:13: entry 1: entry 0 stands before and takes every machine that this entry" in done.stderr
-
-
-def test_this_machine_and_the_formats_are_printed(folder: Path) -> None:
-    assert "cores" in run("probe", "--device", "cpu", folder=folder).stdout
-    assert json.loads(run("probe", "--device", "cpu", "--json", folder=folder).stdout)["device"] == "cpu"
-    for kind in ("policy", "profile", "space"):
-        assert "$defs" in json.loads(run("schema", kind, folder=folder).stdout)
+    assert (onto_itself.returncode, twice.returncode, (folder / "twice.yaml").exists()) == (2, 2, False)
+    resolve = ("profile", "resolve", "cluster.yaml", "--json")
+    answer = json.loads(run(*resolve, "--label", "nvidia.com/gpu.product=B", folder=folder).stdout)
+    assert (answer["entry"], "nvidia.com/gpu.product" in str(answer["rejected"])) == (1, True)
+    assert run(*resolve, folder=folder).returncode == 4
 
 
 def test_every_command_has_help_and_stands_in_the_docs() -> None:
@@ -515,44 +342,30 @@ def test_a_second_tuner_on_the_same_study_is_refused(folder: Path) -> None:
     assert run(*TUNE, *FEW, "--study", "study", folder=folder, evaluator=Machine()).returncode == 0
 
 
-def claiming(folder: Path, speedup: float | None, *, labels: str = "{}") -> None:
-    claim = "" if speedup is None else f"evidence:\n  speedup: {speedup}\n"
-    (folder / "policy.yaml").write_text(
-        f"schema: amptune.policy/1\nautocast: bf16\nbatch_size: 128\nvalid_for: {labels}\n{claim}"
-    )
+def claiming(folder: Path, speedup: float, *, labels: str = "{}") -> None:
+    text = f"autocast: bf16\nbatch_size: 128\nvalid_for: {labels}\nevidence: {{speedup: {speedup}}}\n"
+    (folder / "policy.yaml").write_text(f"schema: amptune.policy/1\n{text}")
 
 
 VERIFY = ("verify", "policy.yaml", "train.py:small")
 
 
-def test_a_claim_that_holds_is_verified_with_both_figures(folder: Path) -> None:
-    claiming(folder, 1.05)
-    done = run(*VERIFY, "--json", folder=folder, evaluator=Machine())
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["schema"] == "amptune.verify/1"
-    assert answer["holds"] is True
-    assert answer["claimed"]["speedup"] == 1.05
-    assert answer["measured"]["speedup"] > 1.05
-    assert answer["findings"][0]["code"] == "holds"
-
-
-def test_a_claim_that_does_not_hold_exits_with_1_and_says_so(folder: Path) -> None:
-    claiming(folder, 1e9)
-    done = run(*VERIFY, folder=folder, evaluator=Machine())
-    assert done.returncode == 1, done.stderr
-    assert "the claim does not hold" in done.stdout
-    assert "speed-up" in done.stdout
-
-
-def test_a_claim_of_which_nothing_could_be_told_exits_with_1_and_says_why(folder: Path) -> None:
-    claiming(folder, 1.05)
-    done = run(*VERIFY, "--budget", "10s", folder=folder, evaluator=Machine(noise=0.3))
-    assert done.returncode == 1, done.stderr
-    words = " ".join(done.stdout.split())
-    assert "could not tell: " in words
-    assert "is too wide, ±10% would do" in words or "its middle does not" in words
-    assert "give more with --budget, or a quieter machine" in words
+@pytest.mark.parametrize(
+    ("claim", "noise", "code", "said"),
+    [
+        (1.05, 0.002, 0, "holds"),
+        (1e9, 0.002, 1, "the claim does not hold"),
+        (1.05, 0.3, 1, "could not tell: "),
+    ],
+)
+def test_a_claim_is_measured_again(folder: Path, claim: float, noise: float, code: int, said: str) -> None:
+    claiming(folder, claim)
+    told = run(*VERIFY, "--budget", "10s", folder=folder, evaluator=Machine(noise=noise))
+    assert (told.returncode, said in " ".join(told.stdout.split())) == (code, True), told.stderr
+    answer = json.loads(run(*VERIFY, "--budget", "10s", "--json", folder=folder, evaluator=Machine(noise=noise)).stdout)
+    assert answer["holds"] is (code == 0)
+    assert answer["claimed"]["speedup"] == claim
+    assert (answer["measured"]["speedup"] > 1.05) or code
 
 
 def test_what_was_tuned_is_verified(folder: Path) -> None:
@@ -572,15 +385,6 @@ def test_a_claim_made_on_other_hardware_exits_with_4_before_anything_is_built(
     done = run("verify", "policy.yaml", "train.py:endless", folder=folder)
     assert done.returncode == 4
     assert "NVIDIA-Nothing where it was tuned" in done.stderr
-
-
-@pytest.mark.parametrize(("target", "code", "words"), [("nothing", 2, "nothing"), ("raises", 3, "labels out of range")])
-def test_what_cannot_be_run_cannot_be_verified(folder: Path, target: str, code: int, words: str) -> None:
-    claiming(folder, 2.0)
-    with measuring_here(f"{folder}/train.py:{target}") as here:
-        done = run("verify", "policy.yaml", f"train.py:{target}", "--budget", "20s", folder=folder, evaluator=here)
-    assert done.returncode == code
-    assert words in done.stderr
 
 
 def test_the_baseline_may_be_a_preset() -> None:
@@ -606,33 +410,21 @@ def test_a_policy_that_trains_like_fp32_is_verified_with_its_curves(folder: Path
     assert len((folder / answer["curves"]).read_text().splitlines()) == 6
 
 
-def test_a_long_look_that_is_interrupted_exits_with_130_and_keeps_what_there_is(folder: Path) -> None:
-    def curve(_policy: Policy, steps: int, seed: int) -> LossCurve:
+def steady(policy: Policy, steps: int, seed: int) -> LossCurve:
+    return LossCurve(losses=((2.0 if policy.autocast == "bf16" else 1.0) + seed / 100,) * steps)
+
+
+def test_a_policy_that_does_not_train_like_fp32_exits_with_1_and_an_interrupted_look_with_130(folder: Path) -> None:
+    def interrupted(policy: Policy, steps: int, seed: int) -> LossCurve:
         if seed == 1:
             raise KeyboardInterrupt
-        return LossCurve(losses=(1.0,) * steps)
+        return steady(policy, steps, seed)
 
-    done = run(*LONG, folder=folder, evaluator=Machine(curve=curve))
+    done = run(*LONG, folder=folder, evaluator=Machine(curve=steady))
+    assert (done.returncode, "does not train like FP32: loss in " in done.stdout) == (1, True)
+    done = run(*LONG, folder=folder, evaluator=Machine(curve=interrupted))
     assert done.returncode == 130
     assert "could not tell: an answer needs 3 seeds (trained: 1); it was interrupted" in " ".join(done.stdout.split())
     assert len((folder / ".amptune/train.py-small/curves.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_policy_that_does_not_train_like_fp32_exits_with_1(folder: Path) -> None:
-    def curve(policy: Policy, steps: int, seed: int) -> LossCurve:
-        return LossCurve(losses=((2.0 if policy.autocast == "bf16" else 1.0) + seed / 100,) * steps)
-
-    done = run(*LONG, folder=folder, evaluator=Machine(curve=curve))
-    assert done.returncode == 1
-    assert "does not train like FP32: loss in " in done.stdout
-
-
-def test_what_belongs_to_the_long_look_is_refused_without_it(folder: Path) -> None:
-    done = run("verify", "amp-bf16", "train.py:small", "--steps", "40", folder=folder, evaluator=Machine())
-    assert done.returncode == 2
-    assert "--steps: is for --numerics only" in done.stderr
-
-
-@pytest.mark.parametrize("kind", ["policy", "profile", "space"])
-def test_schemas_are_printed(folder: Path, kind: str) -> None:
-    assert "$defs" in json.loads(run("schema", kind, folder=folder).stdout)
+    alone = run("verify", "amp-bf16", "train.py:small", "--steps", "40", folder=folder, evaluator=Machine())
+    assert (alone.returncode, "--steps: is for --numerics only" in alone.stderr) == (2, True)

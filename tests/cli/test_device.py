@@ -24,7 +24,6 @@ def driver(answer: int, count: int) -> Any:
 @pytest.mark.parametrize(
     ("answer", "count", "device", "said"),
     [
-        (0, 2, "cuda", None),
         (0, 2, "cuda:1", None),
         (0, 2, "cuda:2", "CUDA's driver has 2"),
         (100, 0, "cuda", "CUDA's driver has none"),

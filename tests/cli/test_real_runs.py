@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import WORKLOADS, Machine, budget_here, process, run, start, wait_for_trials
+from commands import WORKLOADS, budget_here, process, run, start, wait_for_trials
 
 from amptune.policy.file_io import save
 from amptune.policy.settings import Policy
@@ -49,60 +48,22 @@ assert not counters["inductor"]["fxgraph_cache_miss"], counters
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
-
-
 def test_tuning_writes_a_policy_that_trains(folder: Path) -> None:
     done = process("tune", "train.py:small", "--budget", budget_here(8), "--trials", "2", folder=folder)
     assert done.returncode == 0, done.stderr
     assert "policy written to policy.yaml" in done.stdout
-    assert_progress_is_told(done.stderr)
     assert "the script prints" not in done.stdout + done.stderr
     assert "the script prints" in next((folder / ".amptune").rglob("workers.log")).read_text()
     subprocess.run([sys.executable, "-W", "error", "-c", TRAINING], cwd=folder, check=True)
 
 
-def assert_progress_is_told(text: str) -> None:
-    """In order, each line with the time that is left."""
-    lines = re.findall(r"^\[ *(\d+) s left\] +(.*)", text, flags=re.MULTILINE)
-    left_s, said = zip(*((int(seconds), words) for seconds, words in lines), strict=True)
-    assert list(left_s) == sorted(left_s, reverse=True)
-    stages = ["building the workload", "small: 18,696", "search space cpu", "1 *", "search ended", "comparison: "]
-    found = [next(place for place, words in enumerate(said) if words.startswith(stage)) for stage in stages]
-    assert found == sorted(found)
-    assert found[0] == 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("frobnicate",),
-        ("check", "missing.yaml", "--json"),
-        ("tune", "train.py:small", "--budget", "soon", "--json"),
-        ("schema", "policy"),
-    ],
-)
+@pytest.mark.parametrize("arguments", [("frobnicate",), ("check", "missing.yaml", "--json"), ("schema", "policy")])
 def test_a_process_prints_and_returns_what_the_same_command_does_in_this_process(
     folder: Path, arguments: tuple[str, ...]
 ) -> None:
-    here, there = run(*arguments, folder=folder, evaluator=Machine()), process(*arguments, folder=folder)
-    assert there.returncode == here.returncode
-    assert there.stdout == here.stdout
+    here, there = run(*arguments, folder=folder), process(*arguments, folder=folder)
     assert there.stderr.replace("python -m amptune", "amptune") == here.stderr
-
-
-@pytest.mark.slow
-def test_an_error_in_the_users_step_names_file_and_line(folder: Path) -> None:
-    done = process("tune", "train.py:raises", "--json", folder=folder)
-    assert done.returncode == 1
-    line = WORKLOADS.splitlines().index('    raise ValueError("labels out of range")') + 1
-    assert f"train.py:{line}" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout)["exit_code"] == 1
-    assert "Traceback" in next((folder / ".amptune").rglob("workers.log")).read_text()
+    assert (there.returncode, there.stdout) == (here.returncode, here.stdout)
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -110,8 +71,8 @@ def test_an_interruption_writes_the_best_so_far(folder: Path, stop: signal.Signa
     with start("tune", "train.py:small", folder=folder) as running:
         wait_for_trials(running, 1)
         running.send_signal(stop)
-        stdout, _ = running.communicate()
-    assert running.returncode == 130
+        stdout, stderr = running.communicate()
+    assert running.returncode == 130, stderr
     assert "provisional policy written to policy.yaml" in stdout
     assert "provisional: true" in (folder / "policy.yaml").read_text()
 
@@ -140,41 +101,11 @@ def test_killing_the_tuner_leaves_no_worker_behind(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_workload_that_takes_too_long_to_build_is_a_clear_error(folder: Path) -> None:
-    done = process("tune", "train.py:endless", "--budget", "1s", folder=folder)
-    assert done.returncode == 3
-    assert "could not be built and run for one step: timeout" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_target_that_a_worker_does_not_find_leaves_no_study_behind(folder: Path) -> None:
-    done = process("tune", "train.py:smal", folder=folder)
-    assert done.returncode == 2
-    assert "did you mean small" in done.stderr
-    assert done.stdout == ""
-    assert not list(folder.glob(".amptune/*"))
-
-
-@pytest.mark.slow
 def test_a_script_that_changes_the_folder_is_found_by_every_worker(folder: Path) -> None:
     (folder / "moves.py").write_text("import os; os.chdir('/')\n" + WORKLOADS)
     done = process("tune", "moves.py:small", "--budget", budget_here(10), "--trials", "2", "--json", folder=folder)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["policy"]["batch_size"] == 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("claim", "code", "words"), [(0.0001, 0, "the claim holds"), (1e9, 1, "the claim does not hold")]
-)
-def test_a_claim_is_measured_again(folder: Path, claim: float, code: int, words: str) -> None:
-    (folder / "policy.yaml").write_text(
-        f"schema: amptune.policy/1\nautocast: bf16\nbatch_size: 16\nevidence:\n  speedup: {claim}\n"
-    )
-    done = process("verify", "policy.yaml", "train.py:small", "--budget", budget_here(20), folder=folder)
-    assert done.returncode == code, done.stderr
-    assert words in done.stdout
 
 
 @pytest.mark.slow
@@ -189,37 +120,6 @@ def test_a_script_without_a_main_guard_tunes_once(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tuning") == 1
     assert "batch size 16" in done.stdout
-
-
-@pytest.mark.slow
-def test_all_is_done_with_the_batch_that_is_named_where_the_workloads_own_does_not_fit(folder: Path) -> None:
-    command = ["tune", "train.py:too_large", "--budget", budget_here(10), "--trials", "3"]
-    done = process(*command, folder=folder)
-    assert done.returncode == 3
-    assert "name a smaller batch with --batch-size" in done.stderr
-    done = process(*command, "--batch-size", "32", "--json", folder=folder)
-    assert done.returncode == 0, done.stderr
-    assert "small: 18,696 parameters, batch 32" in done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["policy"]["batch_size"] == 32
-    assert "not-judged" not in {finding["code"] for finding in answer["findings"]}
-
-
-@pytest.mark.slow
-def test_a_compiled_policy_is_measured_compared_and_applied(folder: Path) -> None:
-    options = ["--set", "compile=default", "--set", "autocast=off", "--trials", "5", "--json"]
-    cache = str(folder / "graphs")
-    done = process(
-        "tune", "train.py:small", "--budget", budget_here(60), *options, folder=folder, TORCHINDUCTOR_CACHE_DIR=cache
-    )
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    finalists = answer["evidence"]["finalists"]
-    compiled = [one for one in finalists if one["policy"].get("compile") == "default"]
-    assert compiled
-    assert all("step_ms" in one for one in compiled)
-    codes = {finding["code"] for finding in answer["findings"]}
-    assert codes & {"compile-pays", "compile-costs", "compile-not-needed"}
 
 
 @pytest.mark.slow

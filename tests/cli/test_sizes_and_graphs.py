@@ -3,48 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import yaml
-from commands import WORKLOADS, Machine, run
+from commands import Machine, run
 from in_this_process import measuring_here
-from simulated.recorded import recorded_ms
-
-from amptune.measure.results.subject import Prepared
-from amptune.policy.settings import Policy
 
 BASE = ["tune", "train.py:small", "--budget", "200s"]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(WORKLOADS)
-    return tmp_path
-
-
-class Limited(Machine):
-    """A machine with 20 GiB, on which a step has a fixed part: a larger batch is faster a sample."""
-
-    def prepare(self, limit_s: float) -> Prepared:
-        self.true_ms = saturating
-        return replace(super().prepare(limit_s), memory_mib=20 * 1024.0)
-
-
-def saturating(policy: Policy) -> float:
-    return recorded_ms("resnet50", policy) * (0.5 + 0.5 * (policy.batch_size or 128) / 128)
-
-
-@pytest.mark.slow
-def test_the_batch_size_is_searched_within_memory_when_it_is_asked_for(folder: Path) -> None:
-    done = run(*BASE, "--batch-size", "auto", "--json", folder=folder, evaluator=Limited())
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    largest = next(finding for finding in answer["findings"] if finding["code"] == "largest-batch")
-    assert largest["limit_mib"] == 20 * 1024
-    assert 128 < answer["policy"]["batch_size"] <= largest["batch_size"]
-    assert "batch size 256" in done.stderr
 
 
 def test_a_global_batch_is_kept_and_the_policy_says_so(folder: Path) -> None:
@@ -64,10 +29,8 @@ def test_a_baseline_that_takes_more_memory_than_is_allowed_is_said_clearly(folde
 
 
 def test_nothing_is_compiled_against_the_users_will(folder: Path) -> None:
-    by_default, without = Machine(), Machine()
-    run(*BASE, "--study", "default", folder=folder, evaluator=by_default)
-    done = run(*BASE, "--study", "without", "--no-compile", "--json", folder=folder, evaluator=without)
-    assert any(policy.compile != "off" for policy in by_default.measured)
+    without = Machine()
+    done = run(*BASE, "--no-compile", "--json", folder=folder, evaluator=without)
     assert all(policy.compile == "off" for policy in without.measured)
     codes = {finding["code"] for finding in json.loads(done.stdout)["findings"]}
     assert not {code for code in codes if code.startswith("compile")}

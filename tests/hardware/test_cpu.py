@@ -9,7 +9,7 @@ import pytest
 from amptune.hardware.detect import read_cpu
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 MIB = 1024 * 1024
@@ -25,22 +25,7 @@ processor\t: 1
 vendor_id\t: GenuineIntel
 model\t\t: 144
 """
-GRAVITON = """\
-processor\t: 0
-BogoMIPS\t: 2100.00
-Features\t: fp asimd bf16
-CPU implementer\t: 0x41
-"""
-
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="CPU affinity and cgroups are Linux's")
-
-
-@pytest.fixture
-def one_cpu_allowed() -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
-    yield
-    os.sched_setaffinity(0, before)
 
 
 def machine(root: Path, files: Mapping[str, str]) -> Path:
@@ -52,75 +37,51 @@ def machine(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
-def test_this_machine_has_a_model_cores_and_memory() -> None:
-    cpu = read_cpu()
-    assert cpu.model
-    assert 1 <= cpu.cores <= (os.cpu_count() or 1)
-    assert cpu.memory_mib is not None
-    assert 0 < cpu.memory_mib <= psutil.virtual_memory().total // MIB
-
-
 @linux
-@pytest.mark.usefixtures("one_cpu_allowed")
-def test_cores_are_those_this_process_may_run_on() -> None:
-    assert read_cpu().cores == 1
-
-
-@linux
-def test_two_threads_of_one_core_are_one_core(tmp_path: Path) -> None:
+def test_cores_are_those_this_process_may_run_on_and_two_threads_of_one_are_one(tmp_path: Path) -> None:
     allowed = os.sched_getaffinity(0)
+    assert 1 <= read_cpu().cores <= len(allowed)
     together = ",".join(map(str, sorted(allowed))) + "\n"
     files = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": together for cpu in allowed}
     assert read_cpu(machine(tmp_path, files)).cores == 1
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert read_cpu().cores == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def test_an_x86_is_told_from_its_first_processor(tmp_path: Path) -> None:
     cpu = read_cpu(machine(tmp_path, {"proc/cpuinfo": SAPPHIRE_RAPIDS}))
     assert (cpu.model, cpu.vendor, cpu.family) == ("Intel(R) Xeon(R) Platinum 8480C", "GenuineIntel", 6)
-    assert cpu.model_number == 143
-    assert cpu.avx512_bf16
-    assert cpu.amx_bf16
+    assert (cpu.model_number, cpu.avx512_bf16, cpu.amx_bf16) == (143, True, True)
 
 
-@pytest.mark.parametrize("cpuinfo", [GRAVITON, "", "\n\n", "no colon here"], ids=["arm", "empty", "blank", "odd"])
+@pytest.mark.parametrize("cpuinfo", ["Features\t: fp asimd bf16\nCPU implementer\t: 0x41\n", "", "no colon here"])
 def test_a_cpuinfo_without_x86_facts_still_gives_a_cpu(tmp_path: Path, cpuinfo: str) -> None:
     cpu = read_cpu(machine(tmp_path, {"proc/cpuinfo": cpuinfo}))
     assert cpu.model
     assert (cpu.vendor, cpu.family, cpu.model_number) == (None, None, None)
-    assert not cpu.avx512_bf16
-    assert not cpu.amx_bf16
+    assert (cpu.avx512_bf16, cpu.amx_bf16) == (False, False)
 
 
 @pytest.mark.parametrize(
-    ("files", "limit_mib"),
+    ("cgroup", "limits", "limit_mib"),
     [
-        (  # of cgroup 2, for the groups below it
-            {
-                "proc/self/cgroup": "0::/jobs/mine\n",
-                "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
-                "sys/fs/cgroup/jobs/memory.max": f"{64 * MIB}\n",
-            },
-            64,
-        ),
-        (  # of cgroup 1
-            {
-                "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
-                "sys/fs/cgroup/memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            },
+        ("0::/jobs/mine\n", {"jobs/mine/memory.max": "max\n", "jobs/memory.max": f"{64 * MIB}\n"}, 64),  # cgroup 2
+        (  # cgroup 1
+            "9:name=systemd:/\n4:cpu,memory:/jobs/mine\n0::/\n",
+            {"memory/jobs/mine/memory.limit_in_bytes": f"{96 * MIB}\n", "memory/memory.limit_in_bytes": f"{2**62}\n"},
             96,
         ),
-        (  # in a container whose cgroup has the host's path
-            {"proc/self/cgroup": "0::/kubepods/pod1/abc\n", "sys/fs/cgroup/memory.max": f"{48 * MIB}\n"},
-            48,
-        ),
-        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2**60}\n"}, None),
-        ({}, None),
+        ("0::/kubepods/pod1/abc\n", {"memory.max": f"{48 * MIB}\n"}, 48),  # in a container, with the host's path
+        ("0::/\n", {"memory.max": f"{2**60}\n"}, None),  # above the machine's
+        ("", {}, None),
     ],
-    ids=["cgroup 2", "cgroup 1", "container", "above the machine's", "no proc and sys"],
 )
 def test_a_limit_of_memory_below_the_machines_holds(
-    tmp_path: Path, files: Mapping[str, str], limit_mib: int | None
+    tmp_path: Path, cgroup: str, limits: Mapping[str, str], limit_mib: int | None
 ) -> None:
+    files = {"proc/self/cgroup": cgroup} | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
     whole_mib = psutil.virtual_memory().total // MIB
-    assert read_cpu(machine(tmp_path, files)).memory_mib == (whole_mib if limit_mib is None else limit_mib)
+    assert read_cpu(machine(tmp_path, files)).memory_mib == (limit_mib or whole_mib)

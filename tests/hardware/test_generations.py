@@ -29,26 +29,17 @@ def test_a_card_is_known_for_what_its_hardware_does(card: tuple[tuple[int, int],
     assert (found.name, found.tensor_cores, found.bf16, found.tf32, found.fp8, found.fp16_rate) == CARDS[card]
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "NVIDIA GeForce GTX 1650",
-        "GeForce GTX 1650 Ti with Max-Q Design",
-        "NVIDIA GeForce MX450",
-        "NVIDIA T400 4GB",
-        "NVIDIA T600 Laptop GPU",
-        "NVIDIA T1000 8GB",
-        "Quadro T2000",
-    ],
-)
-def test_a_turing_without_tensor_cores_is_told_by_its_name(device: str) -> None:
-    assert not generation_of((7, 5), device).tensor_cores
-    assert generation_of((8, 6), device).tensor_cores, "only a Turing is judged by its name"
+# A Turing without tensor cores is told by its name.
+WITHOUT = [
+    "NVIDIA GeForce GTX 1650", "GeForce GTX 1650 Ti with Max-Q Design", "NVIDIA GeForce MX450", "NVIDIA T400 4GB",
+    "NVIDIA T600 Laptop GPU", "NVIDIA T1000 8GB", "Quadro T2000",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["NVIDIA T4G", "NVIDIA TITAN RTX", "Quadro RTX 4000", ""])
-def test_other_turings_have_tensor_cores(device: str) -> None:
-    assert generation_of((7, 5), device).tensor_cores
+@pytest.mark.parametrize("device", [*WITHOUT, "NVIDIA T4G", "NVIDIA TITAN RTX", "Quadro RTX 4000", ""])
+def test_only_a_turing_is_judged_by_its_name(device: str) -> None:
+    assert generation_of((7, 5), device).tensor_cores is (device not in WITHOUT)
+    assert generation_of((8, 6), device).tensor_cores
 
 
 @pytest.mark.parametrize(("unknown", "like"), [((8, 8), (8, 7)), ((10, 7), (10, 3)), ((12, 9), (12, 1))])

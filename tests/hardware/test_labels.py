@@ -13,30 +13,13 @@ from amptune.hardware.labels import is_software_label, labels_of, site_labels
 from amptune.hardware.machine import Cpu, Gpu, Software
 
 H200 = Gpu(
-    index=0,
-    name="NVIDIA H200",
-    uuid="GPU-3b2c0d11-9c5e-4a4f-8f2b-1d5a6e7f8091",
-    generation="hopper",
-    compute_capability=(9, 0),
-    memory_mib=143771,
-    multiprocessors=132,
-    tensor_cores=True,
-    bf16=True,
-    tf32=True,
-    fp8=True,
-    mig=False,
-)
+    index=0, name="NVIDIA H200", uuid="GPU-3b2c0d11", generation="hopper", compute_capability=(9, 0),
+    memory_mib=143771, multiprocessors=132, tensor_cores=True, bf16=True, tf32=True, fp8=True, mig=False,
+)  # fmt: skip
 XEON = Cpu(
-    model="Intel(R) Xeon(R) Platinum 8480C",
-    architecture="x86_64",
-    cores=56,
-    memory_mib=131072,
-    vendor="GenuineIntel",
-    family=6,
-    model_number=143,
-    avx512_bf16=True,
-    amx_bf16=True,
-)
+    model="Intel(R) Xeon(R) Platinum 8480C", architecture="x86_64", cores=56, memory_mib=131072,
+    vendor="GenuineIntel", family=6, model_number=143, avx512_bf16=True, amx_bf16=True,
+)  # fmt: skip
 SOFTWARE = Software(torch="2.11.0+cu130", python="3.12.3", cuda="13.0", cudnn="9.10.2", driver="580.159.04")
 
 
@@ -95,17 +78,15 @@ def test_an_unknown_generation_has_no_family_and_an_unread_gpu_neither_memory_no
 
 
 @pytest.mark.parametrize(("version", "label"), [("2.13.0+cpu", "2.13"), ("2.9.0a0+git1a2b3c", "2.9"), ("2.10", "2.10")])
-def test_a_torch_label_is_its_major_and_minor_version(version: str, label: str) -> None:
+def test_a_torch_label_is_its_major_and_minor_version_and_a_site_label_stands_over_what_was_read(
+    version: str, label: str
+) -> None:
     arm = Cpu(model="Neoverse-V2", architecture="aarch64", cores=72, memory_mib=None)
     software = replace(SOFTWARE, torch=version)
     assert dict(labels_of(arm, None, software)) == {"kubernetes.io/arch": "arm64", "torch": label}
-
-
-def test_a_site_label_stands_over_what_was_read() -> None:
-    site = {"nvidia.com/gpu.product": "NVIDIA-H200-SHARED", "rack": "a12"}
-    labels = dict(labels_of(XEON, H200, SOFTWARE, site))
-    assert labels["nvidia.com/gpu.product"] == "NVIDIA-H200-SHARED"
-    assert labels["rack"] == "a12"
+    assert dict(labels_of(arm, None, software, {"torch": "own", "rack": "a12"})) == {
+        "kubernetes.io/arch": "arm64", "torch": "own", "rack": "a12",
+    }  # fmt: skip
 
 
 @given(cpu=every_field(Cpu), gpu=st.none() | every_field(Gpu), software=every_field(Software))
@@ -113,11 +94,7 @@ def test_every_label_of_every_machine_is_a_string_under_one_name(cpu: Cpu, gpu: 
     labels = labels_of(cpu, gpu, software)
     assert all(type(name) is str and type(value) is str for name, value in labels)
     assert len(dict(labels)) == len(labels)
-
-
-@given(name=st.text())
-def test_a_product_has_only_characters_a_label_may_have(name: str) -> None:
-    product = dict(labels_of(XEON, replace(H200, name=name), SOFTWARE))["nvidia.com/gpu.product"]
+    product = dict(labels).get("nvidia.com/gpu.product", "")
     assert re.fullmatch(r"[A-Za-z0-9_.-]*", product)
 
 
@@ -129,15 +106,9 @@ def test_versions_and_the_model_are_software_and_everything_else_is_hardware() -
     assert not is_software_label("feature.node.kubernetes.io/cpu-model.id")
 
 
-def test_site_labels_are_read_with_spaces_and_empty_values() -> None:
-    assert site_labels(" rack = a12 ,example.com/pool=a=b,empty=,") == {
-        "rack": "a12",
-        "example.com/pool": "a=b",
-        "empty": "",
-    }
+def test_site_labels_are_read_and_every_malformed_one_is_named_with_the_form_wanted() -> None:
+    read = {"rack": "a12", "example.com/pool": "a=b", "empty": ""}
+    assert site_labels(" rack = a12 ,example.com/pool=a=b,empty=,") == read
     assert site_labels("") == {}
-
-
-def test_every_malformed_site_label_is_named_with_the_form_wanted() -> None:
     with pytest.raises(DeviceError, match=r"^AMPTUNE_LABELS: 'a100', '=b': a label is written name=value, and labels"):
         site_labels("a100,rack=a12,=b")

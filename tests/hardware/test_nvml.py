@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,6 @@ import pynvml
 import pytest
 
 from amptune.hardware.detect import as_torch_has_it, with_readings
-from amptune.hardware.machine import Gpu
 from amptune.hardware.nvml import NvmlAbsent, NvmlGpu, connect, open_gpu
 
 UUID = "3b2c0d11-9c5e-4a4f-8f2b-1d5a6e7f8091"
@@ -49,41 +49,28 @@ class RecordedNvml(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """Constants and exceptions are the real library's."""
-        if name not in RECORDED:
+        if not name.startswith("nvml"):
             return getattr(pynvml, name)
         return lambda *arguments: self._answer(name, *arguments)
 
     def _answer(self, name: str, handle: str = "", *which: int) -> Any:
-        assert self.users > 0, f"{name} asked for while NVML is closed"
-        self._fail_if_told(name)
+        if name in self.failing:
+            raise self.failing[name]
+        self.users += {"nvmlInit": 1, "nvmlShutdown": -1}.get(name, 0)
+        assert self.users > 0 or name == "nvmlShutdown", f"{name} asked for while NVML is closed"
+        assert self.users >= 0, "NVML shut down more often than initialized"
+        if name == "nvmlDeviceGetHandleByUUID" and handle not in self.devices:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        own = {
+            "nvmlDeviceGetHandleByUUID": self.devices.get(handle),
+            "nvmlDeviceIsMigDeviceHandle": int(handle == "slice"),
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": "board",
+        }
+        if name in own or name not in RECORDED:
+            return own.get(name)
         self.asked_of[name] = handle
         answer = RECORDED[name]
         return answer[which[0]] if isinstance(answer, dict) else answer
-
-    def _fail_if_told(self, name: str) -> None:
-        if name in self.failing:
-            raise self.failing[name]
-
-    def nvmlInit(self) -> None:  # noqa: N802  # the library's own names, here and below
-        self._fail_if_told("nvmlInit")
-        self.users += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        assert self.users > 0, "NVML shut down more often than initialized"
-        self.users -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid not in self.devices:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
-        return self.devices[uuid]
-
-    def nvmlDeviceIsMigDeviceHandle(self, handle: str) -> int:  # noqa: N802
-        self._fail_if_told("nvmlDeviceIsMigDeviceHandle")
-        return int(handle == "slice")
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: str) -> str:  # noqa: N802
-        assert handle == "slice"
-        return "board"
 
 
 @pytest.fixture
@@ -122,34 +109,23 @@ READINGS: dict[str, tuple[str, Any]] = {  # method: the NVML function behind it,
 
 
 @pytest.mark.parametrize("reading", READINGS)
-def test_a_reading_comes_in_the_unit_of_its_name(nvml: RecordedNvml, reading: str) -> None:
-    with gpu_at(UUID) as gpu:
-        assert getattr(gpu, reading)() == READINGS[reading][1]
-        assert gpu.unread() == ()
-    assert nvml.users == 0
-
-
-@pytest.mark.parametrize("reading", READINGS)
 @pytest.mark.parametrize(
-    "error",
-    [
-        pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED),
-        pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN),
-        pynvml.NVMLLibraryMismatchError("an old driver"),
-    ],
-    ids=["not supported", "unknown", "old driver"],
+    "error", [pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED), pynvml.NVMLLibraryMismatchError("an old driver")]
 )
-def test_a_reading_that_fails_is_none_and_says_why_until_it_works_again(
+def test_a_reading_comes_in_the_unit_of_its_name_and_is_none_and_says_why_while_it_fails(
     nvml: RecordedNvml, reading: str, error: Exception
 ) -> None:
-    nvml.failing[READINGS[reading][0]] = error
+    function, value = READINGS[reading]
     with gpu_at(UUID) as gpu:
+        assert getattr(gpu, reading)() == value
+        nvml.failing[function] = error
         assert getattr(gpu, reading)() is None
         (line,) = gpu.unread()
         assert line.endswith(f": {error}")
         nvml.failing.clear()
-        assert getattr(gpu, reading)() == READINGS[reading][1]
+        assert getattr(gpu, reading)() == value
         assert gpu.unread() == ()
+    assert nvml.users == 0
 
 
 def test_an_old_driver_gives_clock_event_reasons_under_their_old_name(nvml: RecordedNvml) -> None:
@@ -164,30 +140,15 @@ def test_an_old_driver_gives_clock_event_reasons_under_their_old_name(nvml: Reco
 
 def test_an_h200_is_what_torch_and_nvml_say_together(nvml: RecordedNvml) -> None:
     assert nvml.users == 0
+    of_torch = as_torch_has_it(3, torch_properties())
+    assert (of_torch.index, of_torch.name, of_torch.compute_capability) == (3, "NVIDIA H200", (9, 0))
+    assert (of_torch.generation, of_torch.fp16_rate, of_torch.multiprocessors) == ("hopper", 2.0, 132)
+    assert (of_torch.tensor_cores, of_torch.bf16, of_torch.tf32, of_torch.fp8) == (True, True, True, True)
     with gpu_at(UUID) as gpu:
-        found = with_readings(as_torch_has_it(3, torch_properties()), gpu)
-    assert found == Gpu(
-        index=3,
-        name="NVIDIA H200",
-        uuid=f"GPU-{UUID}",
-        generation="hopper",
-        compute_capability=(9, 0),
-        memory_mib=143771,
-        multiprocessors=132,
-        tensor_cores=True,
-        bf16=True,
-        tf32=True,
-        fp8=True,
-        fp16_rate=2.0,
-        power_limit_w=700.0,
-        sm_clock_mhz=345,
-        sm_clock_max_mhz=1980,
-        memory_clock_mhz=3201,
-        temperature_c=31,
-        mig=False,
-        ecc=True,
-        other_processes=(17, 4242),
-    )
+        found = with_readings(of_torch, gpu)
+    readings = {name: READINGS[name][1] for name in READINGS if hasattr(found, name)}
+    assert readings.keys() > {"memory_mib", "power_limit_w", "sm_clock_mhz", "temperature_c", "ecc"}
+    assert found == replace(of_torch, uuid=f"GPU-{UUID}", mig=False, other_processes=(17, 4242), **readings)
 
 
 @pytest.mark.parametrize("uuid", [UUID, f"GPU-{UUID}"])
@@ -221,27 +182,21 @@ def test_a_mig_slice_never_gets_the_memory_of_the_whole_gpu(nvml: RecordedNvml) 
     assert (found.memory_mib, found.other_processes, found.power_limit_w) == (16384, None, 700.0)
 
 
-def test_a_gpu_that_nvml_does_not_know_is_absent_and_nvml_closed(nvml: RecordedNvml) -> None:
+def test_where_nvml_is_not_or_does_not_know_the_gpu_there_is_one_reason(
+    nvml: RecordedNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nvml.devices = {}
     assert connect(UUID) == NvmlAbsent(why=f"NVML: GPU-{UUID}: Not Found")
     assert open_gpu(UUID) is None
     assert nvml.users == 0
-
-
-def test_without_the_library_there_is_one_reason(nvml: RecordedNvml) -> None:
     nvml.failing["nvmlInit"] = pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
     assert connect(UUID) == NvmlAbsent(why="NVML: NVML Shared Library Not Found")
-    assert open_gpu(UUID) is None
-
-
-def test_without_its_package_nvml_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert connect(UUID) == NvmlAbsent(why="NVML: nvidia-ml-py is not installed")
 
 
 def test_closing_twice_gives_nvml_back_once(nvml: RecordedNvml) -> None:
-    other = gpu_at(UUID)
-    gpu = gpu_at(UUID)
+    other, gpu = gpu_at(UUID), gpu_at(UUID)
     gpu.close()
     gpu.close()
     assert nvml.users == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def _whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Seen:
     """What rank 0 saw of one way to train in two processes."""
 
@@ -56,35 +57,57 @@ class Seen:
     undo_says: str
 
 
+WAYS = {
+    "ddp": POLICY, "ddp, fp16": FP16, "ddp, O2": O2, "ddp, checkpoint": RECOMPUTED,
+    "fsdp2": POLICY, "fsdp2, fp16": FP16, "fsdp2, rules": RULES, "fsdp2, checkpoint": RECOMPUTED,
+    "fsdp2, off": Policy(),
+}  # fmt: skip
+
+
 def _work(rank: int, folder: str, backend: str) -> None:
     device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     try:
-        mine = tuple(tensor.to(device) for tensor in batches(2)[rank])
-        seen = {
-            "ddp": _ddp(POLICY, mine, device),
-            "ddp, fp16": _ddp(FP16, mine, device),
-            "ddp, O2": _ddp(O2, mine, device),
-            "ddp, checkpoint": _ddp(RECOMPUTED, mine, device),
-            "fsdp2": _fsdp2(POLICY, mine, device),
-            "fsdp2, fp16": _fsdp2(FP16, mine, device),
-            "fsdp2, rules": _fsdp2(RULES, mine, device),
-            "fsdp2, off": _fsdp2(Policy(), mine, device),
-            "fsdp2, checkpoint": _fsdp2(RECOMPUTED, mine, device),
-        }
-        torch.save(_trained_with_o2(mine, device), f"{folder}/trained{rank}.pt")
+        both = [tuple(tensor.to(device) for tensor in batch) for batch in batches(2)]
+        seen = {way: _seen(way.partition(",")[0], policy, both, rank, device) for way, policy in WAYS.items()}
+        torch.save(_trained_with_o2(both[rank], device), f"{folder}/trained{rank}.pt")
         if rank == 0:
             torch.save(seen, f"{folder}/seen.pt")
     finally:
         dist.destroy_process_group()
 
 
-def _ddp(policy: Policy, batch: Any, device: torch.device) -> Seen:
+def _seen(way: str, policy: Policy, both: Sequence[Any], rank: int, device: torch.device) -> Seen:
+    alone = []
+    for batch in both:  # what one process does, given both batches one after the other
+        model = net().to(device)
+        with apply(policy, model) as tuned:
+            alone.append(gradients(tuned, model, model, batch))
     model = net().to(device)
     tuned = apply(policy, model)
-    return _seen(tuned, model, DistributedDataParallel(tuned.model), batch, _in_one_process(policy, device))
+    parallel: Any = model
+    if way == "ddp":
+        parallel = DistributedDataParallel(tuned.model)
+    else:
+        mesh = init_device_mesh(device.type, (2,))
+        fully_shard(model.body, tuned, mesh=mesh)
+        fully_shard(model, tuned, mesh=mesh)
+    dtypes: dict[str, torch.dtype] = {}
+    for name in ("body.0", "head"):
+        model.get_submodule(name).register_forward_hook(
+            lambda module, _, __, name=name: dtypes.update({name: module.weight.dtype})
+        )
+    found, says = gradients(tuned, model, parallel, both[rank]), ""
+    apart = {name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")}
+    keys = list(model.state_dict())
+    try:
+        tuned.undo()
+    except PolicyApplyError as error:
+        says = str(error)
+    expected = {name: (alone[0][name] + alone[1][name]) / 2 for name in alone[0]}
+    return Seen(found, expected, dtypes, apart, keys, says)
 
 
 def _trained_with_o2(batch: Any, device: torch.device) -> tuple[list[float], Tensors]:
@@ -108,49 +131,6 @@ def _trained_with_o2(batch: Any, device: torch.device) -> tuple[list[float], Ten
     return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
-def _fsdp2(policy: Policy, batch: Any, device: torch.device) -> Seen:
-    model = net().to(device)
-    tuned = apply(policy, model)
-    mesh = init_device_mesh(device.type, (2,))
-    fully_shard(model.body, tuned, mesh=mesh)
-    fully_shard(model, tuned, mesh=mesh)
-    return _seen(tuned, model, model, batch, _in_one_process(policy, device))
-
-
-def _in_one_process(policy: Policy, device: torch.device) -> Tensors:
-    """The mean over what the two processes are given, one after the other."""
-    both = []
-    for batch in batches(2):
-        model = net().to(device)
-        with apply(policy, model) as tuned:
-            both.append(gradients(tuned, model, model, [tensor.to(device) for tensor in batch]))
-    return {name: (both[0][name] + both[1][name]) / 2 for name in both[0]}
-
-
-def _seen(tuned: Tuned, model: Net, parallel: nn.Module, batch: Any, expected: Tensors) -> Seen:
-    dtypes: dict[str, torch.dtype] = {}
-    for name in ("body.0", "head"):
-        model.get_submodule(name).register_forward_hook(
-            lambda module, _, __, name=name: dtypes.update({name: module.weight.dtype})
-        )
-    found = gradients(tuned, model, parallel, batch)
-    apart = {name for name, module in model.named_modules() if type(module).__name__.startswith("FSDP")}
-    keys = list(model.state_dict())
-    says = ""
-    try:
-        tuned.undo()
-    except PolicyApplyError as error:
-        says = str(error)
-    return Seen(
-        gradients=found,
-        expected=expected,
-        weight_dtypes=dtypes,
-        gathered_apart=apart,
-        state_keys=keys,
-        undo_says=says,
-    )
-
-
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
@@ -165,34 +145,16 @@ def all_seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def seen(all_seen: dict[str, Any]) -> dict[str, Seen]:
-    return {way: seen for way, seen in all_seen.items() if isinstance(seen, Seen)}
-
-
-WAYS = [
-    "ddp",
-    "ddp, fp16",
-    "fsdp2",
-    "fsdp2, fp16",
-    "fsdp2, rules",
-    "fsdp2, off",
-    "ddp, checkpoint",
-    "fsdp2, checkpoint",
-]
+    return {way: all_seen[way] for way in WAYS}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_one_process(seen: dict[str, Seen], way: str) -> None:
+    """Those of half weights are reduced in half."""
+    rtol, atol = (2e-3, 1e-5) if way == "ddp, O2" else (1e-5, 1e-7)
     assert seen[way].gradients.keys() == seen[way].expected.keys()
     for name, gradient in seen[way].expected.items():
-        torch.testing.assert_close(seen[way].gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def test_ddp_reduces_the_gradients_of_half_weights_in_half(seen: dict[str, Seen]) -> None:
-    found = seen["ddp, O2"]
-    assert found.weight_dtypes == {"body.0": torch.float16, "head": torch.float32}
-    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.float32}
-    for name, gradient in found.expected.items():
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=2e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(seen[way].gradients[name], gradient, rtol=rtol, atol=atol, msg=name)
 
 
 def test_half_weights_train_under_ddp_and_stay_the_same_in_both_processes(all_seen: dict[str, Any]) -> None:
@@ -202,37 +164,27 @@ def test_half_weights_train_under_ddp_and_stay_the_same_in_both_processes(all_se
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_half_weights_are_not_for_fsdp2() -> None:
-    with apply(O2, net()) as tuned, pytest.raises(PolicyApplyError, match="holds whole weights in half") as caught:
-        fully_shard(tuned.model, tuned)
-    assert "param_dtype=torch.float16" in str(caught.value)
+@pytest.mark.parametrize(
+    ("way", "body", "apart"),
+    [
+        ("ddp, O2", torch.float16, set()),
+        ("fsdp2", torch.bfloat16, {"", "body", "head"}),
+        ("fsdp2, fp16", torch.float16, {"", "body", "head"}),
+        ("fsdp2, rules", torch.float32, {"", "body", "body.0", "head"}),
+        ("fsdp2, off", torch.float32, {"", "body"}),
+    ],
+)
+def test_excluded_modules_are_in_fp32_which_fsdp2_gathers_apart_and_the_rest_in_half(
+    seen: dict[str, Seen], way: str, body: torch.dtype, apart: set[str]
+) -> None:
+    assert seen[way].weight_dtypes == {"body.0": body, "head": torch.float32}
+    assert seen[way].gathered_apart == apart
 
 
-def test_fsdp2_gathers_excluded_modules_in_fp32_and_the_rest_in_half(seen: dict[str, Seen]) -> None:
-    assert seen["fsdp2"].weight_dtypes == {"body.0": torch.bfloat16, "head": torch.float32}
-    assert seen["fsdp2, fp16"].weight_dtypes == {"body.0": torch.float16, "head": torch.float32}
-    assert seen["fsdp2, rules"].weight_dtypes == {"body.0": torch.float32, "head": torch.float32}
-    assert seen["fsdp2, off"].weight_dtypes == {"body.0": torch.float32, "head": torch.float32}
-
-
-def test_fsdp2_makes_units_of_excluded_modules(seen: dict[str, Seen]) -> None:
-    assert seen["fsdp2"].gathered_apart == {"", "body", "head"}
-    assert seen["fsdp2, rules"].gathered_apart == {"", "body", "body.0", "head"}
-    assert seen["fsdp2, off"].gathered_apart == {"", "body"}
-
-
-def test_no_weight_is_renamed(seen: dict[str, Seen]) -> None:
+def test_no_weight_is_renamed_and_under_fsdp2_undo_says_why_it_cannot(seen: dict[str, Seen]) -> None:
     assert {tuple(way.state_keys) for way in seen.values()} == {tuple(net().state_dict())}
-
-
-def test_under_ddp_a_policy_can_be_undone_and_under_fsdp2_undo_says_why_not(seen: dict[str, Seen]) -> None:
     assert seen["ddp"].undo_says == ""
     assert "the class of head was changed again after the policy was applied" in seen["fsdp2"].undo_says
-
-
-def test_the_policy_decides_the_dtypes_of_fsdp2() -> None:
-    with apply(POLICY, net()) as tuned, pytest.raises(PolicyApplyError, match="leave mp_policy out"):
-        fully_shard(tuned.model, tuned, mp_policy=None)
 
 
 class FSDPModule:
@@ -251,30 +203,35 @@ class FSDPLinear(FSDPModule, nn.Linear):
 def test_a_model_that_was_sharded_already_is_refused(policy: Policy) -> None:
     with pytest.raises(PolicyApplyError, match="1 is sharded by fully_shard already: apply the policy before that"):
         apply(policy, nn.Sequential(nn.Linear(4, 4), FSDPLinear(4, 4)))
+    apply(Policy(autocast="bf16"), nn.Sequential(FSDPLinear(4, 4))).undo()  # one that changes no module
 
 
-def test_a_policy_that_changes_no_module_can_come_after_sharding() -> None:
-    apply(Policy(autocast="bf16"), nn.Sequential(FSDPLinear(4, 4))).undo()
+TIED = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+TIED[1].weight = TIED[0].weight
 
 
-def test_weights_that_are_not_contiguous_cannot_be_sharded() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    with (
-        apply(CHANNELS_LAST, model) as tuned,
-        pytest.raises(PolicyApplyError, match=r"shards contiguous weights alone, and 0\.weight is not"),
-    ):
-        fully_shard(model, tuned)
-
-
-def test_weights_tied_across_precisions_cannot_be_sharded() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = model[0].weight
-    policy = Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="1"),))
-    with (
-        apply(policy, model) as tuned,
-        pytest.raises(PolicyApplyError, match="Linear is kept in FP32 and shares weights with 0, which"),
-    ):
-        fully_shard(model, tuned)
+@pytest.mark.parametrize(
+    ("policy", "model", "more", "says"),
+    [
+        (O2, net(), {}, "holds whole weights in half"),
+        (POLICY, net(), {"mp_policy": None}, "leave mp_policy out"),
+        (
+            CHANNELS_LAST,
+            nn.Sequential(nn.Conv2d(3, 4, 3)),
+            {},
+            r"contiguous weights alone, and 0\.weight is not",
+        ),
+        (
+            Policy(autocast="bf16", fp32_modules=(Fp32Rule(path="1"),)),
+            TIED,
+            {},
+            "Linear is kept in FP32 and shares weights with 0, which",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(policy: Policy, model: nn.Module, more: dict[str, Any], says: str) -> None:
+    with apply(policy, model) as tuned, pytest.raises(PolicyApplyError, match=says):
+        fully_shard(tuned.model, tuned, **more)
 
 
 def test_a_compiled_model_is_sharded_before_it_is_compiled() -> None:

@@ -58,9 +58,12 @@ def arguments(folder: Path, policy: Policy, **more: Any) -> TrainingArguments:
     )
 
 
-def trainer(folder: Path, callback: PolicyCallback, *, data: list[Batch] | None = None, **more: Any) -> Any:
+def trainer(
+    folder: Path, callback: PolicyCallback, *, data: list[Batch] | None = None, model_init: Any = None, **more: Any
+) -> Any:
     args = arguments(folder, callback.policy, **more)
-    made = Trainer(ForTrainer(), args, data_collator=collate, train_dataset=data or batches(), callbacks=[callback])
+    parts: Any = {"data_collator": collate, "train_dataset": data or batches(), "callbacks": [callback]}
+    made: Any = Trainer(None if model_init else ForTrainer(), args, model_init=model_init, **parts)
     made._get_train_sampler = lambda *_: None  # in order
     return made
 
@@ -98,60 +101,16 @@ def test_steps_are_held_to_the_files_evidence(tmp_path: Path) -> None:
 def test_the_arguments_say_what_the_policy_says() -> None:
     policy = Policy(autocast="fp16", batch_size=8, accumulate=4, compile="reduce-overhead")
     assert training_arguments(policy) == {
-        "bf16": False,
-        "fp16": True,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 4,
-        "torch_compile": True,
-        "torch_compile_mode": "reduce-overhead",
-    }
+        "bf16": False, "fp16": True, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4,
+        "torch_compile": True, "torch_compile_mode": "reduce-overhead",
+    }  # fmt: skip
     assert training_arguments(Policy()) == {"bf16": False, "fp16": False, "gradient_accumulation_steps": 1}
-
-
-def test_arguments_that_depart_from_the_policy_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PolicyApplyError) as caught:
-        trainer(
-            tmp_path,
-            PolicyCallback(replace(RULE, compile="default")),
-            bf16=False,
-            torch_compile=False,
-            torch_compile_mode=None,
-        )
-    assert str(caught.value) == (
-        "the framework was told otherwise than the policy says:\n"
-        "  autocast: off here, bf16 in the policy\n"
-        "  compile: off here, default in the policy\n"
-        'Build them as TrainingArguments(**training_arguments("policy.yaml"), …).'
-    )
-
-
-def test_a_callback_that_comes_too_late_is_an_error(tmp_path: Path) -> None:
-    made = Trainer(ForTrainer(), arguments(tmp_path, RULE), data_collator=collate, train_dataset=batches())
-    made.add_callback(PolicyCallback(RULE))
-    with pytest.raises(
-        PolicyApplyError, match="begins with a model that has no policy: pass PolicyCallback as Trainer"
-    ):
-        made.train()
-
-
-def with_model_init(folder: Path, callback: PolicyCallback, **more: Any) -> Any:
-    made = Trainer(
-        None,
-        arguments(folder, callback.policy, **more),
-        data_collator=collate,
-        train_dataset=batches(),
-        eval_dataset=batches(1),
-        callbacks=[callback],
-        model_init=ForTrainer,
-    )
-    made._get_train_sampler = lambda *_: None
-    return made
 
 
 @pytest.mark.parametrize("policy", [RULE, replace(RULE, fused_optimizer=True, memory_format="channels_last")], ids=str)
 def test_each_model_that_model_init_makes_gets_the_policy(policy: Policy, tmp_path: Path) -> None:
     callback, twin = PolicyCallback(policy), net()
-    made = with_model_init(tmp_path, callback)
+    made = trainer(tmp_path, callback, model_init=ForTrainer)
     train_plainly(replace(policy, fp32_modules=POLICY.fp32_modules), twin, batches())
     for _ in range(2):
         before = made.model
@@ -166,27 +125,32 @@ def test_each_model_that_model_init_makes_gets_the_policy(policy: Policy, tmp_pa
     assert type(made.model.net.head) is nn.Linear
 
 
-def test_an_argument_in_two_places_is_an_error_that_names_both(tmp_path: Path) -> None:
+def test_arguments_that_contradict_the_policy_are_an_error(tmp_path: Path) -> None:
     own = training_arguments(RULE, output_dir=str(tmp_path), seed=3)
     assert own == {**training_arguments(RULE), "output_dir": str(tmp_path), "seed": 3}
-    with pytest.raises(PolicyApplyError) as caught:
+    twice = r"bf16: True in training_arguments\(…\), True from the policy\n  gradient_accumulation_steps: 2 in"
+    with pytest.raises(PolicyApplyError, match=twice):
         training_arguments(RULE, bf16=True, gradient_accumulation_steps=2, seed=3)
-    assert str(caught.value) == (
-        "set in two places:\n"
-        "  bf16: True in training_arguments(…), True from the policy\n"
-        "  gradient_accumulation_steps: 2 in training_arguments(…), 1 from the policy\n"
-        "Leave bf16, gradient_accumulation_steps out of training_arguments(…), or change the policy."
-    )
+    other: dict[str, Any] = {"bf16": False, "torch_compile": False, "torch_compile_mode": None}
+    with pytest.raises(PolicyApplyError, match="autocast: off here, bf16 in the policy\n  compile: off here"):
+        trainer(tmp_path, PolicyCallback(replace(RULE, compile="default")), **other)
 
 
-def test_a_module_around_the_model_is_an_error() -> None:
-    """FSDP 1 puts one there; the Trainer then trains that."""
+def test_a_callback_that_comes_too_late_and_a_module_around_the_model_are_errors(tmp_path: Path) -> None:
+    made = Trainer(ForTrainer(), arguments(tmp_path, RULE), data_collator=collate, train_dataset=batches())
+    made.add_callback(PolicyCallback(RULE))
+    with pytest.raises(PolicyApplyError, match="begins with a model that has no policy: pass PolicyCallback as Train"):
+        made.train()
     callback, model = PolicyCallback(RULE), ForTrainer()
-    args: Any = SimpleNamespace(fp16=False, bf16=True, torch_compile=False, torch_compile_mode=None)
-    state: Any = SimpleNamespace(global_step=0)
-    callback.on_init_end(args, state, state, model=model)
-    with pytest.raises(PolicyApplyError, match="the Trainer put a Sequential around the model"):
-        callback.on_train_begin(args, state, state, model=nn.Sequential(model), optimizer=None)
+    callback.on_init_end(*asked(bf16=True), model=model)
+    with pytest.raises(PolicyApplyError, match="the Trainer put a Sequential around the model"):  # as FSDP 1 does
+        callback.on_train_begin(*asked(bf16=True), model=nn.Sequential(model), optimizer=None)
+
+
+def asked(step: int = 0, **flags: bool) -> tuple[Any, Any, Any]:
+    """The arguments, the state and the control that a callback gets."""
+    plain = {"fp16": False, "bf16": False, "torch_compile": False, "torch_compile_mode": None}
+    return SimpleNamespace(**{**plain, **flags}), SimpleNamespace(global_step=step), None
 
 
 @pytest.mark.skipif(
@@ -205,13 +169,10 @@ def test_the_baseline_transformers_is_what_a_trainer_does_by_default(tmp_path: P
 def test_loss_scaling_begins_as_the_policy_says_and_a_resumed_one_goes_on(step: int, scale: float) -> None:
     """The Trainer trains in fp16 on GPUs alone, so it is stood in for."""
     callback, model = PolicyCallback(Policy(autocast="fp16", loss_scale=LossScale(init=256))), net()
-    args: Any = SimpleNamespace(fp16=True, bf16=False, torch_compile=False, torch_compile_mode=None)
-    state: Any = SimpleNamespace(global_step=step)
-    control: Any = None
-    callback.on_init_end(args, state, control, model=model)
+    callback.on_init_end(*asked(step, fp16=True), model=model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024)
     optimizer = SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()), scaler=scaler)
-    callback.on_train_begin(args, state, control, model=model, optimizer=optimizer)
+    callback.on_train_begin(*asked(step, fp16=True), model=model, optimizer=optimizer)
     assert scaler.get_scale() == scale
 
 
@@ -219,7 +180,5 @@ def test_half_weights_are_refused_as_its_scaler_does_not_know_them() -> None:
     half = "^The Trainer scales the loss beside its own autocast alone, not for half weights"
     with pytest.raises(PolicyApplyError, match=half):
         training_arguments("apex:O2")
-    args: Any = SimpleNamespace(fp16=False, bf16=False, torch_compile=False, torch_compile_mode=None)
-    state: Any = None
     with pytest.raises(PolicyApplyError, match=half):
-        PolicyCallback("apex:O2").on_init_end(args, state, state, model=net())
+        PolicyCallback("apex:O2").on_init_end(*asked(), model=net())

@@ -24,26 +24,16 @@ def installs(goal: str, *variables: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "pip install" in line]
 
 
-def test_the_constraints_are_names_with_versions_and_nothing_else() -> None:
+def test_the_constraints_are_names_with_allowed_versions_of_all_packages_but_torch_and_its_own() -> None:
     lines = CONSTRAINTS.read_text().splitlines()
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
-    assert len({normal(line.partition("==")[0]) for line in lines}) == len(lines)
-
-
-def test_every_package_that_make_installs_has_its_version_there_and_the_version_is_allowed() -> None:
-    pinned = (line.split("==") for line in CONSTRAINTS.read_text().splitlines())
-    versions = {normal(name): version for name, version in pinned}
-    lines = sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])
-    for one in map(Requirement, lines):
+    versions = {normal(name): version for name, _, version in (line.partition("==") for line in lines)}
+    assert len(versions) == len(lines)
+    for one in map(Requirement, sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"])):
         if one.name not in ("torch", "amptune"):
             assert one.specifier.contains(versions[normal(one.name)]), one
-
-
-def test_torch_and_what_cuda_needs_are_left_to_the_makefile_and_to_torch() -> None:
-    named = [normal(line.partition("==")[0]) for line in CONSTRAINTS.read_text().split()]
-    assert "nvidia-ml-py" in named
-    others = [name for name in named if name.startswith(("nvidia-", "cuda-")) and name != "nvidia-ml-py"]
-    assert [name for name in named if name in ("torch", "triton", "amptune", "setuptools")] + others == []
+    assert not versions.keys() & {"torch", "triton", "amptune", "setuptools"}
+    assert {name for name in versions if name.startswith(("nvidia-", "cuda-"))} == {"nvidia-ml-py"}
 
 
 def test_make_installs_the_tested_versions_and_test_newest_the_newest(tmp_path: Path) -> None:

@@ -17,21 +17,14 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 # The tests of what uses the packages of an extra. Numerics and the runtime use torch alone.
 TESTS = {
     "tune": [
-        "tests/policy",
-        "tests/hardware",
-        "tests/report",
-        "tests/cli/test_commands.py",
-        "tests/cli/test_real_runs.py",
-        "tests/search/test_study.py",
-        "tests/search/test_pipeline.py",
-        "tests/search/test_study_report.py",
+        *(f"tests/{folder}" for folder in ("policy", "hardware", "report")),
+        *(f"tests/cli/test_{name}.py" for name in ("commands", "real_runs")),
+        *(f"tests/search/test_{name}.py" for name in ("study", "pipeline", "study_report")),
     ],
     "integrations": [
         # a warning of transformers 4.46 itself, which uses what torch 2.13 calls old
         "-W=ignore:`torch.cpu.amp.autocast:FutureWarning",
-        "tests/integrations/test_accelerate.py",
-        "tests/integrations/test_lightning.py",
-        "tests/integrations/test_transformers.py",
+        *(f"tests/integrations/test_{name}.py" for name in ("accelerate", "lightning", "transformers")),
     ],
 }
 

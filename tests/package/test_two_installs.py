@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import amptune
 from amptune import errors
-from amptune.errors import AmptuneError, MissingPackageError
+from amptune.errors import AmptuneError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -81,10 +81,9 @@ def output_of(code: str, *arguments: str, folder: Path) -> str:
 
 def test_a_training_node_lacks_what_tuning_needs(tmp_path: Path) -> None:
     """Else the tests below could not fail."""
-    missing = "def missing(name):\n    try: __import__(name)\n    except ModuleNotFoundError: return True\n"
     extra = ["click", "cloudpickle", "optuna", "pebble", "psutil", "pydantic", "pynvml", "rich", "scipy"]
-    code = f"{missing}print([name for name in {extra} if not missing(name)], not missing('yaml'))"
-    assert output_of(code, folder=tmp_path) == "[] True\n"
+    code = f"from importlib.util import find_spec; print(*filter(find_spec, {[*extra, 'yaml']}))"
+    assert output_of(code, folder=tmp_path) == "yaml\n"
 
 
 def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -> None:
@@ -100,17 +99,6 @@ def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -
         folder=tmp_path,
     )
     assert len(json.loads(losses)) == 6
-
-
-def test_a_training_node_can_tell_whether_a_pass_may_be_recorded(tmp_path: Path) -> None:
-    """Without NumPy, from which the states of random generators are not to be had."""
-    code = (
-        "from amptune.runtime.graphs.host_effects import without_effects\n"
-        "with without_effects(model()) as _: pass\nprint('as before')\n"
-        "try:\n    with without_effects(model()): torch.rand(1)\nexcept amptune.AmptuneError as error: print(error)"
-    )
-    said = output_of(TRAIN + code, folder=tmp_path).splitlines()
-    assert said == ["as before", "draws random numbers on the host (torch)"]
 
 
 @pytest.mark.gpu
@@ -135,13 +123,10 @@ def test_a_file_of_a_machine_with_nvml_is_valid_on_a_training_node_without(tmp_p
 
 WRONG = {
     "a-key": "schema: amptune.policy/1\nautcast: bf16\nbatch_size: 0\n",
-    "a-kind": "schema: amptune.policy/1\nbatch_size: ten\ncudnn_benchmark: 1\nname: [x]\n",
     "twice": "schema: amptune.policy/1\nname: a\nname: b\nloss_scale: {init: -1}\n",
     "rules": "schema: amptune.policy/1\nfp32_modules:\n  - {path: a, type: b}\n  - {pth: a}\n  - a\n",
-    "a-star": "schema: amptune.policy/1\nfp32_modules:\n  - path: *.bn\n",
     "a-profile": "schema: amptune.profile/1\nentries:\n  - match: {a: [b]}\n  - {matches: {}, policy: {compile: 3}}\n",
     "a-tag": "schema: amptune.policy/1\nname: !!python/name:os.system x\n",
-    "a-tab": "schema: amptune.policy/1\nloss_scale:\n\tinit: 1\n",
 }
 RIGHT = {
     "spellings": "schema: amptune.policy/1\nbatch_size: 10.0\ncudnn_benchmark: on\nfp32_modules: [{path: 0}]\n",
@@ -162,56 +147,42 @@ def test_a_training_node_accepts_and_refuses_the_files_that_check_does_with_the_
     assert {name for name, message in said.items() if message is None} == set(RIGHT)
     for name, message in said.items():
         checked = commands.run("check", f"{name}.yaml", folder=tmp_path)
-        assert checked.returncode == (0 if message is None else 2), checked.stderr
-        if message is not None:
-            assert checked.stderr == f"error: {message}\n"
+        assert checked.returncode == (0 if message is None else 2)
+        assert message is None or checked.stderr == f"error: {message}\n"
 
 
 COMMAND = "import runpy; runpy.run_module('amptune', run_name='__main__', alter_sys=True)"
+LACKS = "amptune's extra `tune`: in a clone of amptune, pip install '.[tune]'\n"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["probe"], ["check", "policy.yaml"], ["tune", "train.py:workload"]])
-def test_a_command_on_a_training_node_says_in_one_line_what_it_lacks(arguments: list[str], tmp_path: Path) -> None:
-    done = in_a_training_node(COMMAND, *arguments, folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: click is not installed; tuning and all commands need amptune's extra `tune`: in a clone of amptune, "
-        "pip install '.[tune]'\n"
-    )
+def test_commands_and_tuning_from_python_say_in_one_line_what_a_training_node_lacks(tmp_path: Path) -> None:
+    for arguments in (["--help"], ["check", "policy.yaml"]):
+        done = in_a_training_node(COMMAND, *arguments, folder=tmp_path)
+        said = f"error: click is not installed; tuning and all commands need {LACKS}"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    code = "import amptune\ntry: amptune.tune\nexcept amptune.MissingPackageError as error: print(error)"
+    assert output_of(code.replace("amptune.M", "amptune.errors.M"), folder=tmp_path).endswith(f"need {LACKS}")
 
 
-@pytest.mark.parametrize("package", ["optuna", "scipy"])
-def test_so_does_a_command_that_lacks_a_single_package_before_it_begins(package: str, tmp_path: Path) -> None:
+def test_so_does_a_command_that_lacks_a_single_package_before_it_begins(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(commands.WORKLOADS)
-    command = [sys.executable, "-c", BLOCK.format(blocked={package}) + COMMAND, "tune", "train.py:small", "--json"]
+    command = [sys.executable, "-c", BLOCK.format(blocked={"scipy"}) + COMMAND, "tune", "train.py:small", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {package} is not installed; ")
-    assert done.stderr.count("\n") == 1
     (finding,) = json.loads(done.stdout)["findings"]
-    assert done.stderr == f"error: {finding['message']}\n"
+    assert finding["message"].startswith("scipy is not installed; ")
+    assert (done.returncode, done.stderr) == (2, f"error: {finding['message']}\n")
 
 
-def test_tuning_from_python_says_so_too(tmp_path: Path) -> None:
-    code = "import amptune\ntry: amptune.tune\nexcept amptune.AmptuneError as error: print(type(error).__name__, error)"
-    said = output_of(code, folder=tmp_path)
-    assert said.startswith("MissingPackageError ")
-    assert said.endswith("need amptune's extra `tune`: in a clone of amptune, pip install '.[tune]'\n")
-
-
-def test_the_error_is_amptunes_own_and_survives_pickling() -> None:
-    error = MissingPackageError("click")
-    assert isinstance(error, AmptuneError)
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-
-
-def test_a_stand_in_for_a_package_is_that_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stand_in_for_a_package_is_that_package_and_the_error_survives_pickling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A module made in a test has no spec, and `find_spec` refuses it."""
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType("pynvml"))
     errors.require_tune()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(MissingPackageError, match="pynvml is not installed"):
+    with pytest.raises(AmptuneError, match="pynvml is not installed") as caught:
         errors.require_tune()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_all_packages_of_the_extra_are_looked_for() -> None:
@@ -225,7 +196,6 @@ def declared(requirements: list[str]) -> set[str]:
 
 
 def imported() -> set[str]:
-    """The distributions whose modules amptune imports, by name."""
     nodes = [node for path in (REPOSITORY / "amptune").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     modules |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from amptune.hardware.generations import generation_of
+from amptune.hardware.detect import as_torch_has_it
 from amptune.hardware.machine import Gpu
 from amptune.report.missing_features import missing_on
 
@@ -12,20 +14,9 @@ EVERY_KERNEL = ("compute_50",)
 
 
 def gpu(capability: tuple[int, int]) -> Gpu:
-    known = generation_of(capability)
-    return Gpu(
-        index=0,
-        name="a GPU",
-        uuid=None,
-        generation=known.name,
-        compute_capability=capability,
-        memory_mib=None,
-        multiprocessors=1,
-        tensor_cores=known.tensor_cores,
-        bf16=known.bf16,
-        tf32=known.tf32,
-        fp8=known.fp8,
-    )
+    major, minor = capability
+    known = SimpleNamespace(name="a GPU", uuid=None, total_memory=0, multi_processor_count=1, major=major, minor=minor)
+    return as_torch_has_it(0, known)
 
 
 @pytest.mark.parametrize(

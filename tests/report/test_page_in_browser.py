@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from studies import compared, record, rich, thousands
+from studies import compared, record, rich
 
 from amptune.report.page import page_of, page_without_answer
 from amptune.search.decide.study_report import StudyReport, findings_of, study_report_of
@@ -59,10 +59,8 @@ def of(study: StudyRecord) -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "all that a study may keep": lambda: of(rich()),
-    "3 trials": lambda: of(record(trials=record().trials[:3], judged=())),
     "the baseline alone": lambda: of(record(trials=record().trials[:1], judged=())),
     "everything failed": lambda: page_without_answer(record(trials=record().trials[-1:]), "the baseline failed"),
-    "500 trials": lambda: of(thousands(500)),
     "the example in the docs": lambda: EXAMPLE.read_text(encoding="utf-8"),
 }
 SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "findings"]
@@ -73,16 +71,9 @@ SECTIONS = ["verdict", "policy", "settings", "trials", "numerics", "findings"]
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_can_be_read(tmp_path: Path, name: str, width: int, dark: bool) -> None:
     found = seen(PAGES[name](), tmp_path, width, dark=dark)
-    assert found["console"] == []
-    assert found["requests"] == []
-    assert found["sections"] == SECTIONS
-    assert found["isDark"] is dark
-    assert found["scrolls"] == width
-    assert found["wide"] == []
-    assert found["faint"] == []
-    assert found["small"] == []
-    assert found["overlapping"] == []
-    assert found["hidden_tips"] == []
+    assert (found["sections"], found["isDark"], found["scrolls"]) == (SECTIONS, dark, width)
+    wrong = ("console", "requests", "wide", "faint", "small", "overlapping", "hidden_tips")
+    assert {kind: found[kind] for kind in wrong if found[kind]} == {}
 
 
 def test_the_page_is_whole_without_scripts_and_sorts_with_them(tmp_path: Path) -> None:
@@ -103,8 +94,6 @@ def test_the_look_can_fail(tmp_path: Path) -> None:
         '<div class="area"><span class="label">over</span><span class="label">over</span></div></section>'
     )
     found = seen(broken, tmp_path, 390, dark=True)
-    assert found["console"]
-    assert found["requests"]
-    assert all(found[kind] for kind in ("wide", "faint", "small", "overlapping"))
+    assert all(found[kind] for kind in ("console", "requests", "wide", "faint", "small", "overlapping"))
     assert found["scrolls"] > 390
     assert not found["isDark"]

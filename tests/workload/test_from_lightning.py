@@ -56,12 +56,6 @@ class Lit(lightning.LightningModule):
         return forms[self.form]
 
 
-class ByHand(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), 8, shuffle=True)
 
@@ -78,18 +72,19 @@ def test_every_form_of_optimizers_trains_in_another_process(form: str) -> None:
     assert module._trainer is None
 
 
-@pytest.mark.parametrize(("form", "count"), [("two", 2), ("none", 0)])
-def test_several_optimizers_or_none_are_refused(form: str, count: int) -> None:
-    workload = Workload.from_lightning(Lit(form), loader())
-    with pytest.raises(TargetError, match=f"configure_optimizers returned {count} optimizers"):
-        workload.optimizer(workload.model())
-
-
-def test_manual_optimisation_is_refused_with_the_reason() -> None:
-    with pytest.raises(TargetError, match=r"ByHand optimizes by hand .*Workload\(step="):
-        Workload.from_lightning(ByHand(), loader())
+def test_what_cannot_be_measured_is_refused_with_the_reason() -> None:
+    for form, count in (("two", 2), ("none", 0)):
+        workload = Workload.from_lightning(Lit(form), loader())
+        with pytest.raises(TargetError, match=f"configure_optimizers returned {count} optimizers"):
+            workload.optimizer(workload.model())
+    by_hand = Lit()
+    by_hand.automatic_optimization = False
+    with pytest.raises(TargetError, match=r"Lit optimizes by hand .*Workload\(step="):
+        Workload.from_lightning(by_hand, loader())
     with pytest.raises(TargetError, match="module is Linear, not a LightningModule"):
         Workload.from_lightning(nn.Linear(2, 2), loader())
+    with pytest.raises(TargetError, match=r"Lit has no train_dataloader\(\): give its loader, or a Lightning"):
+        Workload.from_lightning(Lit())
 
 
 def test_a_compiled_policy_compiles_the_training_step() -> None:
@@ -110,11 +105,10 @@ def test_a_compiled_policy_compiles_the_training_step() -> None:
 
 class Digits(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
-        self.ready = stage
+        self.size = 5 if stage == "fit" else 1
 
     def train_dataloader(self) -> Any:
-        assert self.ready == "fit"
-        return DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), batch_size=5, shuffle=True)
+        return DataLoader(TensorDataset(torch.randn(40, 6), torch.randint(3, (40,))), self.size, shuffle=True)
 
 
 class WithLoader(Lit):
@@ -122,16 +116,6 @@ class WithLoader(Lit):
     setup = Digits.setup
 
 
-def test_a_datamodule_gives_the_loader_as_in_fit() -> None:
+def test_a_datamodule_gives_the_loader_as_in_fit_and_without_one_the_module_does() -> None:
     assert Workload.from_lightning(Lit(), Digits()).batch_size == 5
-
-
-def test_without_a_loader_the_module_has_one_of_its_own() -> None:
     assert Workload.from_lightning(WithLoader()).batch_size == 5
-
-
-def test_a_module_without_a_loader_is_told() -> None:
-    with pytest.raises(
-        TargetError, match=r"Lit has no train_dataloader\(\): give its loader, or a LightningDataModule"
-    ):
-        Workload.from_lightning(Lit())

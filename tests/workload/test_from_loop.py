@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from amptune import Workload
 from amptune.errors import TargetError
@@ -57,8 +57,7 @@ def test_it_trains_there_and_the_users_own_objects_stay_as_they_were() -> None:
     model = net()
     optimizer = adam(model)
     before = [tensor.clone() for tensor in model.state_dict().values()]
-    losses = losses_of(sent(workload_of(model, optimizer=optimizer)))
-    assert len(set(losses)) > 1
+    assert len(set(losses_of(sent(workload_of(model, optimizer=optimizer))))) > 1
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert optimizer.state == {}
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -77,69 +76,51 @@ def test_every_process_draws_the_same_batches_in_whatever_order_it_asks() -> Non
 
 
 def test_the_model_and_its_optimizer_are_copied_as_they_are() -> None:
-    model = net()
-    model[3].weight = nn.Parameter(torch.zeros(3, 8))
-    optimizer = torch.optim.SGD(
-        [{"params": model[0].parameters(), "lr": 0.5}, {"params": [model[3].weight], "weight_decay": 0.1}],
-        momentum=0.9,
-        lr=1.0,
-    )
-    workload = sent(workload_of(model, optimizer=optimizer))
-    copy: Any = workload.model()
-    assert all(map(torch.equal, model.state_dict().values(), copy.state_dict().values()))
-    built = workload.optimizer(copy)
-    assert type(built) is torch.optim.SGD
-    first, second = built.param_groups
-    assert [id(parameter) for parameter in first["params"]] == [id(copy[0].weight), id(copy[0].bias)]
-    assert (first["lr"], first["momentum"], first["weight_decay"]) == (0.5, 0.9, 0.0)
-    assert (second["lr"], second["weight_decay"]) == (1.0, 0.1)
-    assert second["params"] == [copy[3].weight]
-
-
-def test_the_optimizer_of_a_compiled_model_has_its_parameters() -> None:
-    workload = workload_of()
-    model = workload.model()
-    wrapped: Any = torch.compile(model)
-    optimizer = workload.optimizer(wrapped)
-    assert optimizer.param_groups[0]["params"][0] is next(model.parameters())
-
-
-def test_shared_weights_stay_shared_and_evaluation_mode_ends() -> None:
     model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)).eval()
     model[1].weight = model[0].weight
-    copy: Any = workload_of(model).model()
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": [model[2].weight], "weight_decay": 0.1}]
+    workload = sent(workload_of(model, optimizer=torch.optim.SGD(groups, momentum=0.9, lr=1.0)))
+    copy: Any = workload.model()
+    assert all(map(torch.equal, model.state_dict().values(), copy.state_dict().values()))
     assert copy[1].weight is copy[0].weight
-    assert copy.training
-    assert not model.training
+    assert (copy.training, model.training) == (True, False)
+    wrapped: Any = torch.compile(copy)
+    for given in (copy, wrapped):
+        built = workload.optimizer(given)
+        assert type(built) is torch.optim.SGD
+        first, second = built.param_groups
+        assert [id(parameter) for parameter in first["params"]] == [id(copy[0].weight), id(copy[0].bias)]
+        assert second["params"] == [copy[2].weight]
+        assert (first["lr"], first["momentum"], first["weight_decay"]) == (0.5, 0.9, 0.0)
+        assert (second["lr"], second["weight_decay"]) == (1.0, 0.1)
 
 
 def test_a_module_in_place_of_the_function_that_builds_it_is_copied() -> None:
-    model: Any = net()
-    workload = Workload(
-        model=model,
-        batch=lambda n: torch.randn(n, 6),
-        loss=lambda model, batch: model(batch).square().mean(),
-        optimizer=adam,
+    model: Any = nn.Linear(6, 3)
+    before = model.weight.clone()
+    losses_of(
+        Workload(model=model, batch=lambda n: torch.randn(n, 6), loss=lambda m, x: m(x).square().mean(), optimizer=adam)
     )
-    before = model[0].weight.clone()
-    assert len(losses_of(workload)) >= 3
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model.weight, before)
+
+
+class OfParts(nn.Module):
+    def forward(self, output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target["label"])
 
 
 def test_the_loader_tells_the_batch_size_and_other_sizes_are_collated() -> None:
-    def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
+    def in_parts(samples: list[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         x, y = zip(*samples, strict=True)
-        return {"x": torch.stack(x), "y": torch.tensor(y)}
+        return torch.stack(x), {"label": torch.tensor(y)}
 
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
-
-    workload = sent(workload_of(loader=DataLoader(DATA, 8, shuffle=True, collate_fn=padded), loss=loss))
+    loader = DataLoader(DATA, 8, shuffle=True, collate_fn=in_parts)
+    workload = sent(workload_of(loader=loader, loss=OfParts()))
     assert workload.batch_size == 8
-    assert workload.batch(5)["x"].shape == (5, 6)
+    assert workload.batch(5)[0].shape == (5, 6)
     assert workload.loader is not None
-    assert [len(batch["y"]) for batch in workload.loader(8)] == [8] * 5
-    assert [len(batch["y"]) for batch in workload.loader(16)] == [16, 16, 8]
+    assert [len(x) for x, _ in workload.loader(8)] == [8] * 5
+    assert [len(x) for x, _ in workload.loader(16)] == [16, 16, 8]
     losses_of(workload)
 
 
@@ -148,77 +129,56 @@ class Stream(IterableDataset[Any]):
         return iter([(torch.randn(6), i % 3) for i in range(10)])
 
 
-def test_a_stream_and_a_list_of_batches_are_loaders_too() -> None:
+def test_a_stream_and_a_list_of_batches_are_loaders_too_and_running_workers_are_left_behind() -> None:
     stream = sent(workload_of(loader=DataLoader(Stream(), 4)))
-    assert stream.batch(4)[0].shape == (4, 6)
-    assert stream.batch(25)[0].shape == (25, 6)
-    batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(5)]
-    fixed = sent(workload_of(loader=batches))
+    assert [len(stream.batch(size)[0]) for size in (4, 25)] == [4, 25]
+    fixed = sent(workload_of(loader=[(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(5)]))
     assert fixed.batch_size == 4
     losses_of(fixed)
     with pytest.raises(TargetError, match="no batches of 8 can be made of this list"):
         fixed.batch(8)
-
-
-def test_running_workers_of_a_loader_are_left_behind() -> None:
     loader = DataLoader(DATA, 8, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
     running = iter(loader)
     assert sent(workload_of(loader=loader)).batch(2)[0].shape == (2, 6)
     assert len(list(running)) == 5
 
 
-class Locked(Dataset[int]):
-    def __init__(self) -> None:
-        self.file = {"lock": threading.Lock()}
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def test_what_cannot_be_pickled_is_named_and_a_function_works_instead() -> None:
-    def build() -> Workload:
-        return workload_of(loader=DataLoader(Locked(), 2))
-
-    with pytest.raises(TargetError, match=r"loader\.dataset\.file\.lock: TypeError: cannot pickle.*def workload\(\)"):
-        source_of(build())
-    assert isinstance(from_bytes(source_of(build).pickled or b"")().batch_size, int)
-
-
-def test_a_lock_that_a_function_uses_is_named_too() -> None:
     lock = threading.Lock()
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         with lock:
             return model(batch[0]).mean()  # type: ignore[no-any-return]
 
+    locked = TensorDataset(*DATA.tensors)
+    vars(locked)["file"] = [{"lock": lock}]
+    words = r"loader\.dataset\.file\.0\.lock: TypeError: cannot pickle.*def workload\(\)"
+    with pytest.raises(TargetError, match=words):
+        source_of(workload_of(loader=DataLoader(locked, 2)))
     with pytest.raises(TargetError, match=r"workload\.loss\.function\.lock: TypeError: cannot pickle"):
         source_of(workload_of(loss=loss))
+    assert from_bytes(source_of(workload_of).pickled or b"")().batch_size == 8
 
 
-class Quantised(nn.Linear):
-    is_quantized = True
-
-
-def spread() -> nn.Module:
+def with_attribute(**attributes: Any) -> nn.Module:
+    """A model marked as transformers marks its own."""
     model = net()
-    model.hf_device_map = {"0": 0, "3": 1}  # type: ignore[assignment]  # as transformers sets it
+    vars(model).update(attributes)
     return model
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"model": Quantised(6, 3)}, "its weights are quantised"),
-        ({"model": spread()}, "device_map spreads it"),
+        ({"model": with_attribute(is_quantized=True)}, "its weights are quantised"),
+        ({"model": with_attribute(hf_device_map={"0": 0, "3": 1})}, "device_map spreads it"),
         ({"model": nn.DataParallel(net())}, "wrapped for several devices"),
         ({"model": torch.compile(net())}, "compiled already"),
         ({"model": nn.Linear(6, 3, device="meta")}, "on the meta device"),
         ({"model": 3, "optimizer": len}, "model is int, not a torch.nn.Module"),
         ({"optimizer": adam(net())}, "6 of the optimizer's 6 parameters are not the model's"),
         ({"optimizer": 0.1}, "optimizer is float"),
+        ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.zeros(2))])}, "LBFGS takes a closure"),
         ({"loader": iter([1])}, "cannot be iterated over again"),
         ({"loader": []}, "does not tell its batch size: pass batch_size="),
     ],
@@ -230,39 +190,41 @@ def test_what_cannot_be_copied_or_tried_is_refused_with_the_reason(parts: dict[s
 
 def test_a_loss_of_pytorchs_own_kind_takes_pairs() -> None:
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-    model = net()
-    for loss in (weighted, nn.functional.cross_entropy):
-        assert workload_of(model, loss=loss).loss is not None
-    batch = DATA[:4]
-    workload = workload_of(model, loss=weighted)
-    assert workload.loss is not None
-    assert torch.equal(workload.loss(model.eval(), batch), weighted(model(batch[0]), batch[1]))
-    with pytest.raises(
-        TargetError, match=r"CrossEntropyLoss takes \(output, target\), but .* are dict of x, not pairs"
-    ):
-        workload.loss(model, {"x": batch[0]})
+    model, batch = net().eval(), DATA[:4]
+    for loss in (weighted, nn.functional.cross_entropy, partial(nn.functional.cross_entropy, label_smoothing=0.1)):
+        own = workload_of(model, loss=loss).loss
+        assert own is not None
+        assert torch.equal(own(model, batch), loss(model(batch[0]), batch[1]))
+        words = r"takes \(output, target\), but .* are dict of x, not pairs"
+        with pytest.raises(TargetError, match=words):
+            own(model, {"x": batch[0]})
+    wrong = workload_of(loss=lambda output, target: nn.functional.cross_entropy(output, target)).loss
+    assert wrong is not None
+    with pytest.raises(TargetError, match=r"called as loss\(model, batch\)"):
+        wrong(model, batch)
 
 
-def test_an_optimizer_of_ones_own_gets_the_arguments_that_it_keeps_beside_its_groups() -> None:
+def test_an_optimizer_of_ones_own_gets_the_arguments_that_it_keeps_or_asks_for_a_function() -> None:
     class Scaled(torch.optim.SGD):
         def __init__(self, params: Any, rate: float = 1e-3, scale: float = 1.0) -> None:
             super().__init__(params, lr=rate)
             self.scale = scale
 
-    model = nn.Linear(4, 2)
-    made: Any = RebuiltOptimizer(Scaled(model.parameters(), rate=0.5, scale=3.0), model)(model)
-    assert (made.scale, made.param_groups[0]["lr"]) == (3.0, 0.5)
-
-
-def test_an_optimizer_that_cannot_be_built_again_asks_for_a_function() -> None:
     class Needy(torch.optim.SGD):
         def __init__(self, params: Any, secret: int) -> None:
             super().__init__(params, lr=secret / 10)
 
+    class Wrapped(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
     model = net()
-    workload = workload_of(model, optimizer=Needy(model.parameters(), 1))
+    made: Any = RebuiltOptimizer(Scaled(model.parameters(), rate=0.5, scale=3.0), model)(model)
+    assert (made.scale, made.param_groups[0]["lr"]) == (3.0, 0.5)
     with pytest.raises(TargetError, match=r"Needy cannot be built again .*secret.*optimizer=lambda model"):
-        workload.optimizer(model)
+        RebuiltOptimizer(Needy(model.parameters(), 1), model)(model)
+    accelerated = RebuiltOptimizer(Wrapped(adam(model)), model)
+    assert type(accelerated(model)) is torch.optim.AdamW
 
 
 def test_a_warm_up_that_begins_at_0_does_not_stop_the_training() -> None:
@@ -275,22 +237,8 @@ def test_a_warm_up_that_begins_at_0_does_not_stop_the_training() -> None:
     built = workload.optimizer(workload.model())
     assert (built.param_groups[0]["lr"], "initial_lr" in built.param_groups[0]) == (0.1, False)
     torch.optim.lr_scheduler.LambdaLR(built, lambda _: 0.0)
-    assert without_schedule(built).param_groups[0]["lr"] == 0.1
-
-
-class Wrapped(torch.optim.Optimizer):
-    """As Accelerate wraps an optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-
-def test_a_wrapped_optimizer_is_built_from_what_is_in_it_and_one_with_a_closure_is_refused() -> None:
-    model = net()
-    workload = workload_of(model, optimizer=Wrapped(adam(model)))
-    assert type(workload.optimizer(workload.model())) is torch.optim.AdamW
-    with pytest.raises(TargetError, match="LBFGS takes a closure"):
-        workload_of(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    (group,) = without_schedule(built).param_groups
+    assert (group["lr"], "initial_lr" in group) == (0.1, False)
 
 
 def test_a_model_that_cannot_be_pickled_is_copied_where_it_is() -> None:
@@ -298,25 +246,6 @@ def test_a_model_that_cannot_be_pickled_is_copied_where_it_is() -> None:
     assert len(set(losses_of(workload_of(model)))) > 1
     with pytest.raises(TargetError, match="only supported through state_dict"):
         to_bytes(workload_of(model), "workload")
-
-
-def test_a_loss_that_takes_the_model_for_an_output_is_told_how_it_is_called() -> None:
-    loss = workload_of(loss=lambda output, target: nn.functional.cross_entropy(output, target)).loss
-    assert loss is not None
-    with pytest.raises(TargetError, match=r"called as loss\(model, batch\)"):
-        loss(net(), (torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)))
-    smooth = workload_of(loss=partial(nn.functional.cross_entropy, label_smoothing=0.1))
-    assert len(set(losses_of(smooth))) > 1
-
-
-class OfParts(nn.Module):
-    def forward(self, output: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
-        return nn.functional.cross_entropy(output, target["label"])
-
-
-def test_a_target_may_have_parts() -> None:
-    loader = [(torch.randn(8, 6), {"label": torch.randint(3, (8,))}) for _ in range(3)]
-    assert len(set(losses_of(workload_of(loader=loader, loss=OfParts())))) > 1
 
 
 def test_a_dataset_of_the_script_itself_is_read_by_forked_processes() -> None:

@@ -36,8 +36,12 @@ def test_judging_a_model_leaves_it_as_it_was() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_batch_may_be_larger_than_the_data() -> None:
-    images, labels = zoo.workload("digits").batch(5000)
+def test_an_epoch_goes_through_the_training_part_and_a_batch_may_be_larger_than_the_data() -> None:
+    workload = zoo.workload("digits")
+    assert workload.loader is not None
+    assert [len(labels) for _, labels in workload.loader(64)] == [64] * 22
+    assert [len(labels) for _, labels in workload.loader(5000)] == [5000]
+    images, labels = workload.batch(5000)
     assert images.shape == (5000, 1, 32, 32)
     assert (images.min(), images.max()) == (0, 1)
     assert labels.unique().tolist() == list(range(10))
@@ -47,10 +51,3 @@ def test_without_scikit_learn_digits_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(TargetError, match=r"pip install 'amptune\[digits\]'"):
         zoo.workload("digits")
-
-
-@pytest.mark.parametrize(("batch_size", "batches"), [(64, 22), (5000, 1)])
-def test_an_epoch_of_the_loader_goes_through_the_training_part(batch_size: int, batches: int) -> None:
-    loader = zoo.workload("digits").loader
-    assert loader is not None
-    assert [len(labels) for _, labels in loader(batch_size)] == [batch_size] * batches
