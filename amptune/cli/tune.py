@@ -149,6 +149,8 @@ def tune_command(
         else:
             tell(interrupted.decision)
             click.echo("interrupted: this is the best so far; the same command continues", err=True)
+            if interrupted.__cause__ is not None:
+                raise interrupted.__cause__ from None
         return 130
     tell(decision)
     return 0

@@ -10,6 +10,7 @@ from functools import partial
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
+from amptune.policy.findings import Finding
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.compiled_graphs import (
     BEHIND,
@@ -61,6 +62,7 @@ class Trials:
     def __post_init__(self) -> None:
         self._held: tuple[int, Suggestion] | None = None
         self.has_failed = False
+        self.findings: list[Finding] = []
 
     def anchor(self) -> None:
         """Measures the baseline in this run if only former runs did: no two runs are compared with each other."""
@@ -173,11 +175,12 @@ class Trials:
     def take(self, step: Step, limit_s: float) -> None:
         """Measures the policy that was wanted: in the process where it was compiled, if its graph is ready.
 
-        If compiling it failed, that is told; one that lacked memory beside the others is compiled again, in its trial.
+        If compiling it failed, that is told; if it lacked memory beside the others or was killed, it is compiled again,
+        in its trial.
         """
         (policy,) = step.policies
         suggestion, result = self.graphs.taken(policy) or (self._suggested(policy), 0.0)
-        if isinstance(result, Failure) and result.kind != "oom":
+        if isinstance(result, Failure) and result.kind not in ("oom", "killed"):
             self._tell(suggestion, self._trial(policy, result, 0.0))
         else:
             self._measure(suggestion, limit_s, compile_s=0.0 if isinstance(result, Failure) else result)
@@ -218,19 +221,23 @@ class Trials:
         self.has_failed = trial is first and self.study.yardstick.score(trial.outcome) is None
 
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
-        """Returns the trial, or None if the budget cut it short."""
+        """Returns the trial, or None if the budget cut it short, or somebody killed it again and again."""
         policy = suggestion.policy
         longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
         before_s = self.budget.spent_s
         effort = replace(_effort(self.study, policy, limit_s), beside_compiling=self._may_be_disturbed(policy, left_s))
         outcome = self.evaluator.measure(policy, effort)
-        if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
+        if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind in ("crash", "killed"):
             outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
         if isinstance(outcome, Measurement):
             outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))
         seconds = self.budget.spent_s - before_s + compile_s
         if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
+            return None
+        if isinstance(outcome, Failure) and outcome.kind == "killed" and policy != self.baseline:
+            message = f"{policy} was not measured: {outcome.message}, twice; the next run tries it again"
+            self.findings.append(Finding(code="killed", message=message))
             return None
         score = self.study.yardstick.score(outcome)
         if isinstance(outcome, Measurement) and score is not None and score < suggestion.least and left_s > 2 * seconds:

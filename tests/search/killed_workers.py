@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,9 +115,18 @@ def _worker(where: Path | str, output: Path) -> tuple[subprocess.Popen[bytes], P
 POSTGRESQL = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), reverse=True)), None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server with an empty database: its URL as docs/clusters.md has it, and how it is stopped and started."""
+
+    url: str
+    stop: Callable[[], None]
+    start: Callable[[], None]
+
+
 @contextmanager
-def postgresql(folder: Path) -> Iterator[str]:
-    """A server of PostgreSQL on loopback, as Debian's packages bring it; the URL of an empty database."""
+def postgresql(folder: Path) -> Iterator[Server]:
+    """A server of PostgreSQL on loopback, as Debian's packages bring it."""
     assert POSTGRESQL is not None
     programs, data, port = POSTGRESQL.parent, folder / "data", _free_port()
     data.mkdir()
@@ -134,12 +143,18 @@ def postgresql(folder: Path) -> Iterator[str]:
         subprocess.run([*as_owner, *command], check=True, capture_output=True, cwd="/")
 
     run(str(programs / "initdb"), "-D", str(data), "-U", "amptune", "-A", "trust", "--no-sync")
+    control = str(programs / "pg_ctl"), "-D", str(data)
     options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    run(str(programs / "pg_ctl"), "-D", str(data), "-w", "-l", str(folder / "server.log"), "-o", options, "start")
+    server = Server(
+        url=f"postgresql://amptune@127.0.0.1:{port}/postgres",
+        stop=lambda: run(*control, "-m", "immediate", "stop"),
+        start=lambda: run(*control, "-w", "-l", str(folder / "server.log"), "-o", options, "start"),
+    )
+    server.start()
     try:
-        yield f"postgresql+psycopg2://amptune@127.0.0.1:{port}/postgres"
+        yield server
     finally:
-        run(str(programs / "pg_ctl"), "-D", str(data), "-m", "immediate", "stop")
+        server.stop()
 
 
 def _free_port() -> int:
