@@ -108,7 +108,7 @@ def rich() -> StudyRecord:
 
 def thousands(number_of_trials: int = 3000) -> StudyRecord:
     """A study of so many trials, of which some failed in each way."""
-    kinds: tuple[FailureKind, ...] = ("oom", "nonfinite", "unsupported", "timeout", "crash", "error")
+    kinds: tuple[FailureKind, ...] = ("oom", "nonfinite", "unsupported", "timeout", "crash", "killed", "error")
     trials = [_trial(0, STOCK, OUTCOMES[STOCK])]
     for number, policy in zip(range(1, number_of_trials), _policies(), strict=False):
         wave = 1 + 0.5 * math.sin(number)

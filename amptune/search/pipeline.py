@@ -108,6 +108,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
     except KeyboardInterrupt:
         raise TuningInterrupted(run.decision(interrupted=True)) from None
     except Exception as error:
+        evaluator.close()  # perhaps there are too few files or threads even to decide
         if (so_far := run.decision(interrupted=True)) is None:
             raise
         raise TuningInterrupted(so_far) from error

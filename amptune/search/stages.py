@@ -54,7 +54,6 @@ class Stages:
     def findings(self) -> Iterator[Finding]:
         """The findings of the stages."""
         yield from self.known.sizes.findings
-        yield from self.trials.findings
         if (lost := self.known.study.lost) is not None:
             message = f"{lost}: later runs and `amptune report` lack some of what this run measured"
             yield Finding(code="not-recorded", message=message)

@@ -10,7 +10,6 @@ from functools import partial
 from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
-from amptune.policy.findings import Finding
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.compiled_graphs import (
     BEHIND,
@@ -62,7 +61,6 @@ class Trials:
     def __post_init__(self) -> None:
         self._held: tuple[int, Suggestion] | None = None
         self.has_failed = False
-        self.findings: list[Finding] = []
 
     def anchor(self) -> None:
         """Measures the baseline in this run if only former runs did: no two runs are compared with each other."""
@@ -221,7 +219,7 @@ class Trials:
         self.has_failed = trial is first and self.study.yardstick.score(trial.outcome) is None
 
     def _try(self, suggestion: Suggestion, left_s: float, compile_s: float) -> Trial | None:
-        """Returns the trial, or None if the budget cut it short, or somebody killed it again and again."""
+        """Returns the trial, or None if the budget cut it short."""
         policy = suggestion.policy
         longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if policy == self.baseline else GUESSED_TRIAL_S, left_s))
@@ -234,10 +232,6 @@ class Trials:
             outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))
         seconds = self.budget.spent_s - before_s + compile_s
         if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
-            return None
-        if isinstance(outcome, Failure) and outcome.kind == "killed" and policy != self.baseline:
-            message = f"{policy} was not measured: {outcome.message}, twice; the next run tries it again"
-            self.findings.append(Finding(code="killed", message=message))
             return None
         score = self.study.yardstick.score(outcome)
         if isinstance(outcome, Measurement) and score is not None and score < suggestion.least and left_s > 2 * seconds:

@@ -19,14 +19,13 @@ RECIPE = amp_recipe("bf16")
 
 @pytest.mark.skipif(_place() == "-", reason="process ids mean the same everywhere on Linux alone")
 def test_a_process_that_was_not_reaped_has_ended() -> None:
-    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    owner = f"name {_place()} {process.pid}"
-    assert not _has_ended_here(owner)
-    process.kill()
-    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        pass
-    assert _has_ended_here(owner)
-    process.communicate()
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        owner = f"name {_place()} {process.pid}"
+        assert not _has_ended_here(owner)
+        process.kill()
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            pass
+        assert _has_ended_here(owner)
     assert _has_ended_here(owner)
 
 

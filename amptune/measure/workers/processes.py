@@ -26,13 +26,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import pebble
 import psutil
 
-from amptune.errors import StudyError
+from amptune.errors import StudyError, first_line
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.cpu_share import cores, limit_threads
 from amptune.measure.workers.death import death_of, kernel_oom_kills
 from amptune.measure.workers.setting import Setting
-from amptune.measure.workers.worker import Activity, start
+from amptune.measure.workers.worker import Activity, Reply, start
 from amptune.workload.script import imports_of
 
 __all__ = [
@@ -224,8 +224,10 @@ class WorkerProcess:
         """
         until_s = time.monotonic() + limit_s
         answer = self.begin(limit_s, function, *args, **kwargs).answer()
-        if not (isinstance(answer, Failure) and answer.kind == "killed"):
+        outcome = answer.outcome if isinstance(answer, Reply) else answer
+        if not (isinstance(outcome, Failure) and outcome.kind == "killed"):
             return answer
+        self.stop()  # of several ranks, those that are left
         return self.begin(until_s - time.monotonic(), function, *args, **kwargs).answer()
 
     def begin(self, limit_s: float | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
@@ -247,7 +249,9 @@ class WorkerProcess:
 
     def cannot_start(self, error: BaseException) -> StudyError:
         """Returns what to raise if no process can be started."""
-        return StudyError(f"no worker process can be started (its log is {self.log}): {error or error.__cause__!r}")
+        return StudyError(
+            f"no worker process can be started (its log is {self.log}): {first_line(error.__cause__ or error)}"
+        )
 
     def limit_threads(self, threads: int) -> None:
         """Lets its operations on the CPU use no more threads, from its next task on."""
@@ -302,7 +306,7 @@ class WorkerProcess:
             )
             try:
                 self._last = self._identity = self._pool.schedule(this_process)
-            except BaseException:  # its parent still imports: it would fork a process that finds nobody any more
+            except KeyboardInterrupt:  # its parent still imports: it would fork a process that finds nobody any more
                 if (server := fork_server()) is not None:
                     os.kill(server, signal.SIGKILL)
                 raise

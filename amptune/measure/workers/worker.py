@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Activity",
+    "Reply",
     "get_ready",
     "import_compiler",
     "is_measuring",

@@ -274,10 +274,13 @@ class Study:
             self.history = self._history_of(self.trials)
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
-        """Adds an outcome and stores it."""
+        """Adds an outcome and stores it, unless the worker was killed from outside: the next run tries the policy."""
         self._numbers.add(suggestion.handle.number)
         self._add(trial)  # first, so that a storage that fails now does not lose it
-        self._store.tell(suggestion.handle, trial)
+        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "killed":
+            self._store.forget(suggestion.handle)
+        else:
+            self._store.tell(suggestion.handle, trial)
 
     def forget(self, suggestion: Suggestion) -> None:
         """Leaves a suggestion unmeasured, so that it can be asked for again."""
