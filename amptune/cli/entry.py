@@ -80,9 +80,6 @@ class _LazyGroup(click.Group):
         except (KeyboardInterrupt, click.Abort):
             click.echo("interrupted", err=True)
             _end(130, "interrupted", "interrupted", as_json=as_json)
-        except BrokenPipeError:
-            sys.stderr.close()
-            sys.exit(141)  # the reader closed our output; the code is that of SIGPIPE
         except OSError as error:
             click.echo(f"error: {error}", err=True)
             _end(2, "system", str(error), as_json=as_json)

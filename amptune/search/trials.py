@@ -226,7 +226,7 @@ class Trials:
         before_s = self.budget.spent_s
         effort = replace(_effort(self.study, policy, limit_s), beside_compiling=self._may_be_disturbed(policy, left_s))
         outcome = self.evaluator.measure(policy, effort)
-        if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind in ("crash", "killed"):
+        if policy == self.baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
             outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
         if isinstance(outcome, Measurement):
             outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))

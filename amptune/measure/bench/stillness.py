@@ -158,17 +158,12 @@ def this_process() -> ProcessIdentity:
 
 
 def start_of(pid: int) -> float:
-    """Returns the seconds between the start of the machine and a process's, 0 if it has ended; elsewhere since 1970.
-
-    Linux counts them whatever the system's clock is set to.
-    """
-    try:
-        if sys.platform != "linux":
-            return psutil.Process(pid).create_time()
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, psutil.Error):
-        return 0.0
-    return int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    """Returns when a process started, 0 if it has ended: in Linux's own ticks, as the system's clock may be set."""
+    if sys.platform != "linux":
+        return _of(lambda: psutil.Process(pid).create_time()) or 0.0
+    with contextlib.suppress(OSError):
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0.0
 
 
 def _found(identity: ProcessIdentity) -> psutil.Process | None:

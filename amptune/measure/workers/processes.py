@@ -171,7 +171,8 @@ class Pending(Generic[T]):
             process.stop()
             raise process.cannot_start(broken) from broken
         except pebble.ProcessExpired as expired:
-            code = -signal.SIGKILL if process.has_lost_its_parent else expired.exitcode
+            # one that still runs cannot be heard any more: the process that it was forked from was killed
+            code = -signal.SIGKILL if (one := process.identity) is not None and one.runs else expired.exitcode
             process.stop()
             return death_of("worker", code, process.log, self._kills_before)
 
@@ -183,7 +184,7 @@ class Pending(Generic[T]):
         if self._limit_s is None:
             return None
         wait([self._before], timeout=START_LIMIT_S)
-        return max(0.0, self._limit_s - max(0.0, time.monotonic() - self._begun_s))
+        return self._limit_s - max(0.0, time.monotonic() - self._begun_s)
 
     def give_up(self, limit_s: float) -> Failure:
         """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
@@ -235,23 +236,20 @@ class WorkerProcess:
 
         Raises `StudyError` if no process can be started.
         """
-        try:
-            future = self._running().schedule(function, args=args, kwargs=kwargs)
-        except (OSError, RuntimeError):  # its parent, or it, has just been killed
-            self.stop()
+        for has_failed in (False, True):
             try:
                 future = self._running().schedule(function, args=args, kwargs=kwargs)
-            except (OSError, RuntimeError) as error:  # there are no more files, threads or processes
+                break
+            except (OSError, RuntimeError) as error:  # it or its parent was killed; or no file or thread is left
                 self.stop()
-                raise self.cannot_start(error) from error
+                if has_failed:
+                    raise self.cannot_start(error) from error
         before, self._last = self._last, future
         return Pending(self, future, before, limit_s)
 
     def cannot_start(self, error: BaseException) -> StudyError:
-        """Returns what to raise if no process can be started."""
-        return StudyError(
-            f"no worker process can be started (its log is {self.log}): {first_line(error.__cause__ or error)}"
-        )
+        why = first_line(error.__cause__ or error)
+        return StudyError(f"no worker process can be started (its log is {self.log}): {why}")
 
     def limit_threads(self, threads: int) -> None:
         """Lets its operations on the CPU use no more threads, from its next task on."""
@@ -277,15 +275,6 @@ class WorkerProcess:
             return self._identity.result(timeout=START_LIMIT_S)
         except (FutureTimeoutError, CancelledError, BrokenProcessPool, pebble.ProcessExpired):
             return None
-
-    @property
-    def _has_started(self) -> bool:
-        return self._identity.done() and not self._identity.cancelled() and self._identity.exception() is None
-
-    @property
-    def has_lost_its_parent(self) -> bool:
-        """True if the process runs and cannot be heard any more: the one that it was forked from was killed."""
-        return self._has_started and self._identity.result().runs
 
     def stop(self) -> None:
         """Ends the process at once; the next call starts another."""
@@ -316,30 +305,28 @@ class WorkerProcess:
 def stop_all(processes: Iterable[WorkerProcess]) -> None:
     """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end.
 
-    One that a driver holds cannot be killed, and is waited for no longer than `END_LIMIT_S`. pebble does not know that
-    one runs whose parent was killed.
+    One that a driver holds cannot be killed, and is waited for no longer than `END_LIMIT_S`. pebble takes one for ended
+    whose parent was killed.
     """
-    pools: list[pebble.ProcessPool] = []
-    orphans: list[ProcessIdentity] = []
+    ending: list[tuple[threading.Thread, ProcessIdentity | None]] = []
     for process in processes:
         if process._pool is not None:
             process._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
-            pools.append(process._pool)
+            joining = threading.Thread(target=process._pool.join, daemon=True)
+            ending.append((joining, process.identity if process._identity.done() else None))
             process._pool = None
-            orphans += [process._identity.result()] if process._has_started else []
-    joining = [threading.Thread(target=pool.join, daemon=True) for pool in pools]
-    until_s = time.monotonic() + END_LIMIT_S
-    for pool, thread in zip(pools, joining, strict=True):
+    for joining, _ in ending:
         try:
-            thread.start()
+            joining.start()
         except RuntimeError:  # no thread is left: one after another
-            pool.join()
-    for thread in joining:
-        if thread.is_alive():
-            thread.join(max(0.0, until_s - time.monotonic()))
-    for identity in filter(lambda one: one.runs, orphans):
-        with suppress(OSError):
-            os.kill(identity.pid, signal.SIGKILL)
+            joining.run()
+    until_s = time.monotonic() + END_LIMIT_S
+    for joining, identity in ending:
+        if joining.is_alive():
+            joining.join(max(0.0, until_s - time.monotonic()))
+        if not joining.is_alive() and identity is not None and identity.runs:
+            with suppress(OSError):
+                os.kill(identity.pid, signal.SIGKILL)
 
 
 def workers_that_fit(ranks: int = 1) -> int:

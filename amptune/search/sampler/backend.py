@@ -78,7 +78,7 @@ def database_at(url: str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
     is waited for as long as a run has time for, which `left_s` returns.
     """
     until_s = time.monotonic() + LOCK_S
-    patience = _Patience(left_s if not url.startswith("sqlite") else lambda: 0.0)
+    patience = _Patience((lambda: 0.0) if str(url).startswith("sqlite") else left_s)
     while True:
         try:
             storage = patience.with_server(optuna.storages.get_storage)(url)
@@ -95,10 +95,7 @@ def database_at(url: str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
 
 
 class _Patience:
-    """Patience with a server that is away, as one that restarts is.
-
-    After a wait in vain, or an interrupted one, nothing waits until the server has answered again.
-    """
+    """Patience with a server that restarts. After a wait in vain or an interrupted one it is over until one answers."""
 
     def __init__(self, left_s: LeftS) -> None:
         self._left_s, self._is_over = left_s, False
@@ -126,10 +123,7 @@ class _Patience:
 
 def _is_away(error: BaseException) -> bool:
     """Returns True if a server cannot be reached, or ended the connection; Optuna's error has SQLAlchemy's as cause."""
-    names = {type(one).__name__ for one in (error, error.__cause__)}
-    return bool(names & {"OperationalError", "InterfaceError"}) or getattr(
-        error.__cause__, "connection_invalidated", False
-    )
+    return any(type(one).__name__ in ("OperationalError", "InterfaceError") for one in (error, error.__cause__))
 
 
 @contextmanager
