@@ -35,7 +35,7 @@ JOURNAL = "journal.log"
 LOCK_S = 60
 SQLITE = "sqlite:///"
 # So long a server may be away, and so often it is asked.
-AWAY_S, AGAIN_S = 120.0, 0.5
+AWAY_S, ASKED_EVERY_S = 120.0, 0.5
 
 T = TypeVar("T")
 LeftS = Callable[[], float]
@@ -113,7 +113,7 @@ class _Patience:
                     self._is_over |= not _is_away(error) or time.monotonic() > until_s
                     if self._is_over:
                         raise
-                    pause_s = AGAIN_S
+                    pause_s = ASKED_EVERY_S
                 else:
                     self._is_over = False
                     return answer

@@ -30,7 +30,7 @@ class ScriptedProcess(WorkerProcess):
 
     def begin(self, limit_s: float | None, function: Callable[..., Any], *_: Any, **__: Any) -> Pending[Any]:  # noqa: ARG002
         self.limit_s = limit_s
-        return Pending(self, self.future, limit_s, 0)
+        return Pending(self, self.future, Future(), limit_s)
 
     def stop(self) -> None:
         self.stopped = True

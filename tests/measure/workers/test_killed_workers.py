@@ -71,7 +71,7 @@ def test_a_clock_that_is_set_takes_no_time_from_a_task(
     while not pending._future.running():
         pass
     assert worker._pool is not None
-    worker._pool._pool_manager.update_status()  # what pebble does all the time
+    worker._pool._pool_manager.update_status()  # type: ignore[no-untyped-call]  # as pebble does all the time
     (tmp_path / "marker").touch()
     assert pending.answer() == "come"
 
