@@ -80,7 +80,9 @@ class _LazyGroup(click.Group):
         except (KeyboardInterrupt, click.Abort):
             click.echo("interrupted", err=True)
             _end(130, "interrupted", "interrupted", as_json=as_json)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
+                raise
             click.echo(f"error: {error}", err=True)
             _end(2, "system", str(error), as_json=as_json)
 
@@ -125,6 +127,10 @@ def cli() -> None:
 
 def main() -> None:
     """Runs the command line and exits."""
+    job = take_over()
+    if job is not None and job.rank > 0:
+        wait_for_first()
+        return
     for number in _INTERRUPTING:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it
             signal.signal(number, _interrupt)
@@ -132,11 +138,7 @@ def main() -> None:
         sys.stderr = _without_reader(sys.stderr)
     sys.unraisablehook = _raise_again
     _quieten_resource_tracker()
-    job = take_over()
-    if job is not None and job.rank > 0:
-        wait_for_first()
-    else:
-        cli(obj=Session(started=STARTED, torchrun=job))
+    cli(obj=Session(started=STARTED, torchrun=job))
 
 
 def _quieten_resource_tracker() -> None:

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import click
 import pytest
 
-from amptune.cli.entry import _without_reader
+from amptune.cli.entry import _without_reader, cli
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no such signals")
 
@@ -54,3 +55,15 @@ def test_progress_that_nobody_reads_is_lost_and_ends_nothing() -> None:
         print("lost", file=stream, flush=True)
         assert not stream.isatty()
         stream.close()
+
+
+def test_too_few_threads_are_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_threads(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(click.Group, "main", without_threads)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["probe"])
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: can't start new thread\n")

@@ -91,13 +91,19 @@ def killed(where: Path | str, kills: int, *, workers: int = 4, seed: int = 0) ->
                 last.forget(suggestion)
             time.sleep(1.5)
     study = optuna.load_study(study_name="study", storage=backend.opened(where))
-    kept = Counter(str(trial.policy) for trial in opened(where).trials)
-    return Left(
+    reader = opened(where)
+    kept = Counter(str(trial.policy) for trial in reader.trials)
+    left = Left(
         told=len(told),
         lost=sum(line not in kept for line in told),
         twice=sum(count > 1 for count in kept.values()),
         running=len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))),
     )
+    for storage in (last._store._study._storage, reader._store._study._storage, study._storage):
+        storage.remove_session()
+        if (engine := getattr(getattr(storage, "_backend", None), "engine", None)) is not None:
+            engine.dispose()  # psycopg wants its connections closed
+    return left
 
 
 def _told_in(output: Path) -> list[str]:

@@ -171,8 +171,13 @@ class Pending(Generic[T]):
             process.stop()
             raise process.cannot_start(broken) from broken
         except pebble.ProcessExpired as expired:
-            # one that still runs cannot be heard any more: the process that it was forked from was killed
-            code = -signal.SIGKILL if (one := process.identity) is not None and one.runs else expired.exitcode
+            code, one = expired.exitcode, process.identity
+            if (
+                one is not None and one.runs
+            ):  # pebble takes it for ended as the process that it was forked from was killed
+                code = -signal.SIGKILL
+                with suppress(OSError):
+                    os.kill(one.pid, signal.SIGKILL)
             process.stop()
             return death_of("worker", code, process.log, self._kills_before)
 
@@ -305,28 +310,23 @@ class WorkerProcess:
 def stop_all(processes: Iterable[WorkerProcess]) -> None:
     """Ends all processes in parallel: one with a CUDA context takes a fifth of a second to end.
 
-    One that a driver holds cannot be killed, and is waited for no longer than `END_LIMIT_S`. pebble takes one for ended
-    whose parent was killed.
+    One that a driver holds cannot be killed, and is waited for no longer than `END_LIMIT_S`.
     """
-    ending: list[tuple[threading.Thread, ProcessIdentity | None]] = []
+    joining = []
     for process in processes:
         if process._pool is not None:
             process._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
-            joining = threading.Thread(target=process._pool.join, daemon=True)
-            ending.append((joining, process.identity if process._identity.done() else None))
+            joining.append(threading.Thread(target=process._pool.join, daemon=True))
             process._pool = None
-    for joining, _ in ending:
+    for thread in joining:
         try:
-            joining.start()
+            thread.start()
         except RuntimeError:  # no thread is left: one after another
-            joining.run()
+            thread.run()
     until_s = time.monotonic() + END_LIMIT_S
-    for joining, identity in ending:
-        if joining.is_alive():
-            joining.join(max(0.0, until_s - time.monotonic()))
-        if not joining.is_alive() and identity is not None and identity.runs:
-            with suppress(OSError):
-                os.kill(identity.pid, signal.SIGKILL)
+    for thread in joining:
+        if thread.is_alive():
+            thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def workers_that_fit(ranks: int = 1) -> int:
