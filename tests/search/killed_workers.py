@@ -131,8 +131,16 @@ class Server:
 
 
 @contextmanager
-def postgresql(folder: Path) -> Iterator[Server]:
-    """A server of PostgreSQL on loopback, as Debian's packages bring it."""
+def postgresql() -> Iterator[Server]:
+    """A server of PostgreSQL on loopback, as Debian's packages bring it.
+
+    Its folder is not in pytest's, which the next session of pytest closes to the server's user.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        yield from _served(Path(folder))
+
+
+def _served(folder: Path) -> Iterator[Server]:
     assert POSTGRESQL is not None
     programs, data, port = POSTGRESQL.parent, folder / "data", _free_port()
     data.mkdir()
@@ -141,9 +149,6 @@ def postgresql(folder: Path) -> Iterator[Server]:
         as_owner = ["runuser", "-u", "postgres", "--"]
         for place in (folder, data):
             shutil.chown(place, "postgres")
-        for parent in folder.parents:
-            if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
-                parent.chmod(parent.stat().st_mode | 0o011)
 
     def run(*command: str) -> None:
         subprocess.run([*as_owner, *command], check=True, capture_output=True, cwd="/")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +26,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def server() -> Iterator[Server]:
     if POSTGRESQL is None:
         pytest.skip("needs PostgreSQL")
-    # not in pytest's folder: the next session of pytest closes that to the server's user
-    with tempfile.TemporaryDirectory() as folder, postgresql(Path(folder)) as server:
+    with postgresql() as server:
         yield server
 
 

@@ -127,7 +127,7 @@ def test_killed_workers_lose_nothing_that_was_told(tmp_path: Path, storage: str)
     elif POSTGRESQL is None:
         pytest.skip("needs PostgreSQL")
     else:
-        with postgresql(tmp_path) as server:
+        with postgresql() as server:
             left = killed(server.url, 5, workers=2)
     assert left.told > 0
     assert (left.lost, left.twice, left.running) == (0, 0, 0)
