@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import takewhile
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -20,6 +21,7 @@ from amptune import errors
 from amptune.cli.options import print_error
 from amptune.cli.session import Session
 from amptune.cli.torchrun import take_over, wait_for_first
+from amptune.measure.workers.log_stream import LossyStream
 
 __all__ = ["STARTED", "cli", "exit_code_of", "main"]
 
@@ -38,6 +40,9 @@ _COMMANDS = {
     "tune": "amptune.cli.tune:tune_command",
     "verify": "amptune.cli.verify:verify_command",
 }
+
+# Ctrl-C, `kill`, and the end of the terminal.
+_INTERRUPTING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
     errors.UserCodeError: 1,
@@ -75,10 +80,9 @@ class _LazyGroup(click.Group):
         except (KeyboardInterrupt, click.Abort):
             click.echo("interrupted", err=True)
             _end(130, "interrupted", "interrupted", as_json=as_json)
-        except BrokenPipeError:
-            sys.stderr.close()
-            sys.exit(141)  # the reader closed our output; the code is that of SIGPIPE
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
+                raise
             click.echo(f"error: {error}", err=True)
             _end(2, "system", str(error), as_json=as_json)
 
@@ -123,15 +127,18 @@ def cli() -> None:
 
 def main() -> None:
     """Runs the command line and exits."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
-    sys.unraisablehook = _raise_again
-    _quieten_resource_tracker()
     job = take_over()
     if job is not None and job.rank > 0:
         wait_for_first()
-    else:
-        cli(obj=Session(started=STARTED, torchrun=job))
+        return
+    for number in _INTERRUPTING:
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has it
+            signal.signal(number, _interrupt)
+    if sys.stderr is not None and sys.platform != "win32":
+        sys.stderr = _without_reader(sys.stderr)
+    sys.unraisablehook = _raise_again
+    _quieten_resource_tracker()
+    cli(obj=Session(started=STARTED, torchrun=job))
 
 
 def _quieten_resource_tracker() -> None:
@@ -158,9 +165,15 @@ def _end(exit_code: int, code: str, message: str, *, as_json: bool) -> NoReturn:
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
     """Stops the work at the first signal and ignores later ones, so that results can still be written."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _INTERRUPTING:
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+def _without_reader(stderr: TextIO) -> TextIO:
+    """Returns stderr as a stream that goes on without its reader: `tune 2>&1 | tee log` outlives `tee`."""
+    raw = LossyStream(stderr.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stderr.encoding, errors=stderr.errors, line_buffering=True)
 
 
 def _raise_again(lost: sys.UnraisableHookArgs) -> None:

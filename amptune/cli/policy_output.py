@@ -72,7 +72,7 @@ def deliver(
     verbose: bool,
     quiet: bool,
 ) -> None:
-    """Writes the policy and the page, and prints the result; if the policy cannot be written, prints that.
+    """Writes the policy and the page, then prints the result; if the policy cannot be written, prints that.
 
     Findings go to stderr, unless `quiet`. With `as_json`, stdout gets one object at most: the policy then goes to
     stderr, and an error comes before a result.
@@ -87,15 +87,14 @@ def deliver(
         click.echo(dumps(decision.policy_file), err=as_json)
         raise
     artifacts = _place_artifacts(decision, request, output)
+    _write_report(decision, request, report)
     if as_json:
-        _write_report(decision, request, report)
         print_json("amptune.tune/1", {**_as_data(decision, output), "artifacts": artifacts})
     else:
         training = line_for_training(target, output)
         print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
         if not quiet:
             print_findings(decision, sys.stderr, artifacts=artifacts, verbose=verbose)
-        _write_report(decision, request, report)
 
 
 def _place_artifacts(decision: Decision, request: TuningRequest, output: str) -> str | None:

@@ -45,8 +45,7 @@ def wait_for_first() -> None:
     """Waits until the process of rank 0 has ended: torchrun's exit code is that one's."""
     import psutil
 
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_DFL)  # the first one has to say something, this one has not
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first one has to say something, this one has not
     for process in psutil.Process(os.getppid()).children():
         try:
             if process.environ().get("RANK") == "0":

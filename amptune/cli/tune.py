@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,8 +133,12 @@ def tune_command(
     )
     progress = progress_unless(quiet, request.budget, verbose=verbose)
     if of_run is not None:  # the process that started this one decides
-        with suppress(TuningInterrupted), progress as observer:
-            run_tuning(replace(request, began=of_run), observer, session.evaluator)
+        try:
+            with progress as observer:
+                run_tuning(replace(request, began=of_run), observer, session.evaluator)
+        except TuningInterrupted as interrupted:
+            if interrupted.__cause__ is not None:
+                raise interrupted.__cause__ from None
         return 0
     try:
         with progress as observer, beside(others, request, observer):
@@ -149,6 +152,8 @@ def tune_command(
         else:
             tell(interrupted.decision)
             click.echo("interrupted: this is the best so far; the same command continues", err=True)
+            if interrupted.__cause__ is not None:
+                raise interrupted.__cause__ from None
         return 130
     tell(decision)
     return 0

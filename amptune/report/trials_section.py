@@ -35,6 +35,7 @@ _REMEDIES: dict[FailureKind, str] = {
     "nonfinite": "gave NaN or infinity: `amptune diagnose TARGET` names the module",
     "unsupported": "cannot run here: this machine or this release of PyTorch lacks it",
     "timeout": "took longer than a trial may: give more with --budget",
+    "killed": "was killed from outside, which says nothing about the policy: the next run tries it",
     "crash": "ended the worker process: workers.log in the study's folder has its last words",
     "error": "the training step raised an error, which stands below",
 }

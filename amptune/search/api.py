@@ -60,7 +60,7 @@ def tune(
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
     serves all three. With `steps`, of the training to come, the policy that ends it first wins, compiling included.
 
-    Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C, with the best so far.
+    Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C or if an error ends it, with the best so far.
     """
     if is_measuring():
         raise TargetError(

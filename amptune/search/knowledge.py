@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from amptune.errors import StudyError
 from amptune.hardware.versions import versions_of
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
@@ -56,6 +54,7 @@ class Knowledge:
             baseline=candidates.baseline,
             fits=self.sizes.fits,
             sampler=request.sampler,
+            left_s=lambda: request.budget.left_s,
         )
         study.begin(self._record)
         for judgement in self.judge.judgements.by_numerics.values():
@@ -127,11 +126,10 @@ class Knowledge:
 
 
 def _keeping_judgements(study: Study, observer: Callable[[PolicyJudged], None]) -> Callable[[PolicyJudged], None]:
-    """Returns an observer that also records the numerics gate's judgements; a failing storage loses only those."""
+    """Returns an observer that also records the numerics gate's judgements."""
 
     def observe(event: PolicyJudged) -> None:
-        with suppress(StudyError):
-            study.keep(event.judgement)
+        study.keep(event.judgement)
         observer(event)
 
     return observe

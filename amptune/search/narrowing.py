@@ -183,6 +183,8 @@ class Narrowing:
             outcome = self._outcome(policy, verdict)
             if outcome is None:
                 return False
+            if isinstance(outcome, Failure) and outcome.kind == "killed":  # that says nothing about the policy
+                continue
             self._costs_s[policy] = self.budget.spent_s - began_s
             launch, moment_s = self.running[policy], self.budget.clock()
             self.keep(Row(policy=policy, outcome=outcome, run=self.run, launch=launch, moment_s=moment_s))

@@ -45,7 +45,10 @@ NO_ENERGY = "the objective energy cannot be pursued here: this machine reports n
 
 
 class TuningInterrupted(KeyboardInterrupt):
-    """Ctrl-C (or SIGTERM, on the command line) during tuning; `decision` is the best so far, provisional, or None."""
+    """The end of a tuning by Ctrl-C (or a signal, on the command line), or by an error, which is the cause.
+
+    `decision` is the best so far, provisional; None if nothing is known. An error that leaves nothing is raised itself.
+    """
 
     def __init__(self, decision: Decision | None) -> None:
         super().__init__("tuning was interrupted")
@@ -104,6 +107,11 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
         decision = run.sound_decision()
     except KeyboardInterrupt:
         raise TuningInterrupted(run.decision(interrupted=True)) from None
+    except Exception as error:
+        evaluator.close()  # perhaps there are too few files or threads even to decide
+        if (so_far := run.decision(interrupted=True)) is None:
+            raise
+        raise TuningInterrupted(so_far) from error
     if decision is None:
         raise _nothing_feasible(known.study, candidates)
     return decision

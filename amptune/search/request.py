@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of", "workers_log"]
 
+# Seconds in which a server answers, if there is one.
+REACHED_S = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuningRequest:
@@ -125,10 +128,14 @@ def _require_database(url: str) -> None:
         dialect: Any = sqlalchemy.make_url(url).get_dialect()
         (dialect.import_dbapi if hasattr(dialect, "import_dbapi") else dialect.dbapi)()
         if dialect.name != "sqlite":  # a file, which opening would make
-            sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool).connect().close()
+            limit = {"connect_timeout": REACHED_S} if dialect.driver.startswith("psycopg") else {}
+            engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool, connect_args=limit)
+            engine.connect().close()
     except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
-        kind = url.partition(":")[0]
-        raise StudyError(f"the study cannot be read or written: {first_line(error)} (--study {kind}://…)") from error
+        kind, reason = url.partition(":")[0], first_line(error)
+        if isinstance(error, ImportError) and kind.startswith("postgresql"):
+            reason += "; in a clone of amptune, pip install '.[postgres]' brings the drivers"
+        raise StudyError(f"the study cannot be read or written: {reason} (--study {kind}://…)") from error
 
 
 def ranks_of(devices: int, device: str | None) -> int:

@@ -76,11 +76,14 @@ class TuningRun:
         decision, judge = self.decision(interrupted=False), self._known.judge
         while decision is not None and self._budget.left_s > -GRACE_S:
             winner, left_s = decision.winner, self._budget.left_s + GRACE_S
-            if judge.judgements.is_open(winner):
-                judge.judgement_of(winner)
-            elif self._can_judge_graph(decision, left_s):
-                judge.judge_graph(winner, left_s)
-            else:
+            try:
+                if judge.judgements.is_open(winner):
+                    judge.judgement_of(winner)
+                elif self._can_judge_graph(decision, left_s):
+                    judge.judge_graph(winner, left_s)
+                else:
+                    return decision
+            except StudyError:  # no worker can be started any more, which has ended the search too
                 return decision
             decision = self.decision(interrupted=False)
         return decision

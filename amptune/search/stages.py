@@ -54,6 +54,9 @@ class Stages:
     def findings(self) -> Iterator[Finding]:
         """The findings of the stages."""
         yield from self.known.sizes.findings
+        if (lost := self.known.study.lost) is not None:
+            message = f"{lost}: later runs and `amptune report` lack some of what this run measured"
+            yield Finding(code="not-recorded", message=message)
         yield from self._numerics.findings
         yield from self._narrowing.findings
 

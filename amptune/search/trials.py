@@ -173,11 +173,12 @@ class Trials:
     def take(self, step: Step, limit_s: float) -> None:
         """Measures the policy that was wanted: in the process where it was compiled, if its graph is ready.
 
-        If compiling it failed, that is told; one that lacked memory beside the others is compiled again, in its trial.
+        If compiling it failed, that is told; if it lacked memory beside the others or was killed, it is compiled again,
+        in its trial.
         """
         (policy,) = step.policies
         suggestion, result = self.graphs.taken(policy) or (self._suggested(policy), 0.0)
-        if isinstance(result, Failure) and result.kind != "oom":
+        if isinstance(result, Failure) and result.kind not in ("oom", "killed"):
             self._tell(suggestion, self._trial(policy, result, 0.0))
         else:
             self._measure(suggestion, limit_s, compile_s=0.0 if isinstance(result, Failure) else result)

@@ -15,29 +15,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
 
-__all__ = ["Pause", "ProcessIdentity", "Stillness", "StoppedTrees", "this_process"]
+__all__ = ["Pause", "ProcessIdentity", "Stillness", "StoppedTrees", "start_of", "this_process"]
 
 T = TypeVar("T")
 
 # No process stands still for longer, whatever becomes of the one that stopped it. This also ends any wait of the
 # measured process for a lock that a stopped one holds.
 LIMIT_S = 2
+# A process that its parent has not reaped is still listed.
+_ENDED = psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD
 # A process stops when it leaves the kernel; a block begins without those that take longer.
 SETTLE_S = 0.2
-# Two readings of one process's start differ if the system's clock is set between them.
-SAME_START_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """A process by its id and its start (seconds since the epoch), since ids are used again."""
+    """A process by its id and its `start_of`, since ids are used again."""
 
     pid: int
     started_s: float
+
+    @property
+    def runs(self) -> bool:
+        return (process := _found(self)) is not None and _of(process.status) not in (*_ENDED, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +154,21 @@ class StoppedTrees:
 
 
 def this_process() -> ProcessIdentity:
-    return ProcessIdentity(pid=os.getpid(), started_s=psutil.Process().create_time())
+    return ProcessIdentity(pid=os.getpid(), started_s=start_of(os.getpid()))
+
+
+def start_of(pid: int) -> float:
+    """Returns when a process started, 0 if it has ended: in Linux's own ticks, as the system's clock may be set."""
+    if sys.platform != "linux":
+        return _of(lambda: psutil.Process(pid).create_time()) or 0.0
+    with contextlib.suppress(OSError):
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0.0
 
 
 def _found(identity: ProcessIdentity) -> psutil.Process | None:
     process = _of(lambda: psutil.Process(identity.pid))
-    started_s = None if process is None else _of(process.create_time)
-    return None if started_s is None or abs(started_s - identity.started_s) >= SAME_START_S else process
+    return process if start_of(identity.pid) == identity.started_s else None
 
 
 def _of(ask: Callable[[], T]) -> T | None:
@@ -167,7 +180,7 @@ def _of(ask: Callable[[], T]) -> T | None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    return _of(process.status) not in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, None}
+    return _of(process.status) not in (psutil.STATUS_STOPPED, *_ENDED, None)
 
 
 def _watchdog(processes: Sequence[psutil.Process]) -> subprocess.Popen[bytes]:

@@ -27,7 +27,7 @@ ENERGY_S = 0.3
 # The `exception` of a failure of the user's loader, which no policy is to blame for.
 LOADER_FAILED = "LoaderFailed"
 
-FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "error"]
+FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "killed", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

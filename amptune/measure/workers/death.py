@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Failure, FailureKind
 
 __all__ = ["death_of", "kernel_oom_kills"]
+
+# The signals by which others end a process; the rest come from what it does itself.
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, *([] if sys.platform == "win32" else [signal.SIGHUP]))
 
 
 def death_of(who: str, exitcode: int | None, log: Path, kills_before: int) -> Failure:
@@ -18,7 +22,8 @@ def death_of(who: str, exitcode: int | None, log: Path, kills_before: int) -> Fa
         how = f"was ended by {signal.Signals(-exitcode).name}"
     else:
         how = f"ended with exit code {exitcode}"
-    return Failure(kind="crash", message=f"the {who} {how}; its output is in {log}")
+    kind: FailureKind = "killed" if exitcode is not None and -exitcode in FROM_OUTSIDE else "crash"
+    return Failure(kind=kind, message=f"the {who} {how}; its output is in {log}")
 
 
 def kernel_oom_kills() -> int:

@@ -39,9 +39,10 @@ def _has_called_cuda() -> bool:
     return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)  # else "not initialized"
 
 
-# Only the parent handles Ctrl-C, also during these imports.
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+# Only the parent handles Ctrl-C and the end of the terminal, also during these imports.
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})
 # No import may open a CUDA context: a forked process could not use it. A worker later takes its parent's environment.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 

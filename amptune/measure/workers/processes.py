@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
@@ -26,13 +26,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import pebble
 import psutil
 
-from amptune.errors import StudyError
+from amptune.errors import StudyError, first_line
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
 from amptune.measure.workers.cpu_share import cores, limit_threads
 from amptune.measure.workers.death import death_of, kernel_oom_kills
 from amptune.measure.workers.setting import Setting
-from amptune.measure.workers.worker import Activity, start
+from amptune.measure.workers.worker import Activity, Reply, start
 from amptune.workload.script import imports_of
 
 __all__ = [
@@ -128,10 +128,14 @@ def fork_server() -> int | None:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Holds Ctrl-C back. The fork server, started meanwhile, does so too until it ignores it (`preloaded`)."""
-    resource_tracker.ensure_running()  # in its first start it lets Ctrl-C through again
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Holds Ctrl-C and the end of the terminal back.
+
+    The fork server, started meanwhile, does so too until it ignores them (`preloaded`).
+    """
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # its first start lets Ctrl-C through again
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
@@ -144,10 +148,12 @@ def _context() -> BaseContext:
 class Pending(Generic[T]):
     """The answer of a worker to one task, which may not have come yet."""
 
-    def __init__(self, process: WorkerProcess, future: Future[T], limit_s: float | None, kills_before: int) -> None:
-        self._process, self._future, self._limit_s, self._kills_before = process, future, limit_s, kills_before
-        self.came_s = math.inf
-        """The moment when it came, on `time.monotonic`."""
+    def __init__(self, process: WorkerProcess, future: Future[T], before: Future[Any], limit_s: float | None) -> None:
+        self._process, self._future, self._before, self._limit_s = process, future, before, limit_s
+        self._kills_before = kernel_oom_kills()
+        self._begun_s = self.came_s = math.inf
+        """The moments when the process took the task, after the one `before`, and when the answer came: monotonic."""
+        before.add_done_callback(self._begun)
         future.add_done_callback(self._came)
 
     @property
@@ -158,17 +164,32 @@ class Pending(Generic[T]):
         """Waits for the answer; returns it, or a failure as `WorkerProcess.call` does."""
         process = self._process
         try:
-            # pebble counts from the task's start and would never notice a process that dies before.
-            return self._future.result(timeout=None if self._limit_s is None else self._limit_s + START_LIMIT_S)
+            return self._future.result(timeout=self._left_s())
         except FutureTimeoutError:
             return self.give_up(self._limit_s or 0.0)
         except BrokenProcessPool as broken:
             process.stop()
-            why = f"no worker process can be started (its log is {process.log}): {broken}"
-            raise StudyError(why) from broken
+            raise process.cannot_start(broken) from broken
         except pebble.ProcessExpired as expired:
+            code, one = expired.exitcode, process.identity
+            if (
+                one is not None and one.runs
+            ):  # pebble takes it for ended as the process that it was forked from was killed
+                code = -signal.SIGKILL
+                with suppress(OSError):
+                    os.kill(one.pid, signal.SIGKILL)
             process.stop()
-            return death_of("worker", expired.exitcode, process.log, self._kills_before)
+            return death_of("worker", code, process.log, self._kills_before)
+
+    def _left_s(self) -> float | None:
+        """Waits until the process has taken the task; returns what is left of its limit, which pebble is not given.
+
+        pebble counts by the system's clock, which may be set meanwhile.
+        """
+        if self._limit_s is None:
+            return None
+        wait([self._before], timeout=START_LIMIT_S)
+        return self._limit_s - max(0.0, time.monotonic() - self._begun_s)
 
     def give_up(self, limit_s: float) -> Failure:
         """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
@@ -176,6 +197,9 @@ class Pending(Generic[T]):
         process.stop()
         what = f"no answer within {limit_s:.0f} s: {process.activity}; the worker was replaced"
         return Failure(kind="timeout", message=f"{what}, its output is in {process.log}")
+
+    def _begun(self, _: Future[Any]) -> None:
+        self._begun_s = time.monotonic()
 
     def _came(self, _: Future[T]) -> None:
         self.came_s = time.monotonic()
@@ -193,22 +217,44 @@ class WorkerProcess:
         self._setting = setting
         self._pool: pebble.ProcessPool | None = None
         self._identity: Future[ProcessIdentity] = Future()
+        self._last: Future[Any] = self._identity
         self.activity: Activity | None = None
         """What the process that was started last is doing."""
 
     def call(self, limit_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | Failure:
-        """Runs the function in the worker; returns its result, or a failure (`timeout`, `crash`, `oom`).
+        """Runs the function in the worker; returns its result, or a failure (`timeout`, `crash`, `killed`, `oom`).
 
         `limit_s` includes the start of a process that does not run yet: importing torch, opening a CUDA context,
-        building the model. An exception of the function is raised here.
+        building the model. An exception of the function is raised here. If somebody else kills the process, another one
+        runs the function in the time that is left.
         """
-        return self.begin(limit_s, function, *args, **kwargs).answer()
+        until_s = time.monotonic() + limit_s
+        answer = self.begin(limit_s, function, *args, **kwargs).answer()
+        outcome = answer.outcome if isinstance(answer, Reply) else answer
+        if not (isinstance(outcome, Failure) and outcome.kind == "killed"):
+            return answer
+        self.stop()  # of several ranks, those that are left
+        return self.begin(until_s - time.monotonic(), function, *args, **kwargs).answer()
 
     def begin(self, limit_s: float | None, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        """Starts the function in the worker and returns its pending answer; None is no limit."""
-        kills_before = kernel_oom_kills()
-        future = self._running().schedule(function, args=args, kwargs=kwargs, timeout=limit_s)
-        return Pending(self, future, limit_s, kills_before)
+        """Starts the function in the worker and returns its pending answer; None is no limit.
+
+        Raises `StudyError` if no process can be started.
+        """
+        for has_failed in (False, True):
+            try:
+                future = self._running().schedule(function, args=args, kwargs=kwargs)
+                break
+            except (OSError, RuntimeError) as error:  # it or its parent was killed; or no file or thread is left
+                self.stop()
+                if has_failed:
+                    raise self.cannot_start(error) from error
+        before, self._last = self._last, future
+        return Pending(self, future, before, limit_s)
+
+    def cannot_start(self, error: BaseException) -> StudyError:
+        why = first_line(error.__cause__ or error)
+        return StudyError(f"no worker process can be started (its log is {self.log}): {why}")
 
     def limit_threads(self, threads: int) -> None:
         """Lets its operations on the CPU use no more threads, from its next task on."""
@@ -252,7 +298,12 @@ class WorkerProcess:
                 initargs=(self._setting, dict(os.environ), start_method, self.activity),
                 context=context,
             )
-            self._identity = self._pool.schedule(this_process)
+            try:
+                self._last = self._identity = self._pool.schedule(this_process)
+            except KeyboardInterrupt:  # its parent still imports: it would fork a process that finds nobody any more
+                if (server := fork_server()) is not None:
+                    os.kill(server, signal.SIGKILL)
+                raise
         return self._pool
 
 
@@ -261,18 +312,21 @@ def stop_all(processes: Iterable[WorkerProcess]) -> None:
 
     One that a driver holds cannot be killed, and is waited for no longer than `END_LIMIT_S`.
     """
-    pools = []
+    joining = []
     for process in processes:
         if process._pool is not None:
             process._pool.stop()  # type: ignore[no-untyped-call]  # pebble has not typed it
-            pools.append(process._pool)
+            joining.append(threading.Thread(target=process._pool.join, daemon=True))
             process._pool = None
-    joining = [threading.Thread(target=pool.join, daemon=True) for pool in pools]
     for thread in joining:
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is left: one after another
+            thread.run()
     until_s = time.monotonic() + END_LIMIT_S
     for thread in joining:
-        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            thread.join(max(0.0, until_s - time.monotonic()))
 
 
 def workers_that_fit(ranks: int = 1) -> int:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Activity",
+    "Reply",
     "get_ready",
     "import_compiler",
     "is_measuring",
@@ -94,6 +95,8 @@ class _State:
     followers: Followers | None = None
     bench: Bench | None = None
     is_measuring = False
+    began_s = 0.0
+    """The moment of the process's start, on `time.monotonic`."""
 
 
 def start(setting: Setting, environment: Mapping[str, str], start_method: str | None, activity: Activity) -> None:
@@ -115,7 +118,7 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
         from amptune.workload.targets import Target
 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
-    _State.setting, _State.is_measuring = setting, True
+    _State.setting, _State.is_measuring, _State.began_s = setting, True, time.monotonic()
     limit_threads(setting.threads)
     _State.followers = Followers(setting) if setting.ranks > 1 else None
     tell_of_user_code(activity.note)
@@ -131,8 +134,6 @@ def prepare() -> Prepared:
 
     Raises `TargetError`, `UserCodeError` or `DeviceError`.
     """
-    import psutil
-
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
     from amptune.measure.loop.input_checks import changing_shapes, most_samples, require_sound_input
@@ -142,7 +143,7 @@ def prepare() -> Prepared:
     limit = _State.setting.memory_mib
     try:
         bench = _bench()
-        start_s = time.time() - psutil.Process().create_time()
+        start_s = time.monotonic() - _State.began_s
         batches, draw_s = bench.drawn.sequence_in_time()
         if batches:
             require_sound_input(bench)

@@ -101,9 +101,12 @@ def _place() -> str:
 
 
 def _has_ended_here(owner: str) -> bool:
-    """Returns True if a worker's process ran where this one does, and no process has its id any more."""
+    """Returns True if a worker's process ran where this one does, and has ended; its parent may not have reaped it."""
     match owner.split():
         case [_, place, pid] if place == _place() != "-":
-            return not psutil.pid_exists(int(pid))
+            try:
+                return psutil.Process(int(pid)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            except psutil.Error:
+                return True
         case _:
             return False

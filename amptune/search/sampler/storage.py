@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ __all__ = ["Handle", "Store", "keep_findings", "open_store", "recall"]
 # Prefixes of the names of a study's attributes.
 TUNING, JUDGED, ROW, TIMELINE, FINDINGS = "tuning", "judged", "row", "timeline", "findings"
 # Until a worker that asked has named its policy, its trial is looked at again after so many seconds.
-AGAIN_S = 0.02
+AGAIN_S, NAMED_S = 0.02, 5.0
 
 # A trial that was asked for and has no outcome yet.
 Handle = optuna.Trial
@@ -88,14 +88,19 @@ class Store:
                 suggest(handle, name, distribution)
 
     def claim(self, handle: Handle, policy: Policy) -> bool:
-        """Names the policy of a trial to all workers; returns False if one that asked before measures it."""
+        """Names the policy of a trial to all workers; returns False if one that asked before measures it.
+
+        One that asked before and does not say which policy it got, perhaps killed on another host, is not waited for
+        longer than `NAMED_S`: both may then measure one policy.
+        """
+        until_s = time.monotonic() + NAMED_S
         with storage_errors():
             handle.set_user_attr("policy", policy_to_dict(policy))
             while True:
                 running = {number: one for number, one in running_in(self._study).items() if number < handle.number}
                 if policy in running.values():
                     return False
-                if None not in running.values():
+                if None not in running.values() or time.monotonic() > until_s:
                     return True
                 self.give_up_what_nobody_has()
                 time.sleep(AGAIN_S)
@@ -151,13 +156,16 @@ class Store:
             self._study.set_user_attr(f"{kind} {name}", value)
 
 
-def open_store(where: Path | str, name: str, space: Space) -> Store:
+def open_store(where: Path | str, name: str, space: Space, left_s: Callable[[], float] = lambda: 0.0) -> Store:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
-    Raises `StudyError` if the storage cannot be used.
+    A database that is away is waited for while the run has time left, which `left_s` returns. Raises `StudyError` if
+    the storage cannot be used.
     """
     with experimental(), storage_errors():
-        study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
+        study = optuna.create_study(
+            storage=opened(where, left_s), study_name=name, direction="maximize", load_if_exists=True
+        )
         return Store(study, space)
 
 

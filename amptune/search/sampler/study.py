@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class Study:
         self._first: deque[Policy] = deque()
         self._left_out: set[int] = set()
         self.run = ""
+        self.lost: StudyError | None = None
+        """The first error by which the storage lost a record that this run goes on without."""
         known = store.trials()
         self._numbers = {trial.number for trial in known}
         self.trials: list[Trial] = list(filter(self._tells, known))
@@ -135,13 +137,21 @@ class Study:
     def end(self, timeline: Sequence[Mapping[str, Any]]) -> None:
         """Records what this run did when, and that it begins no more trials; a failing storage loses that."""
         self._store.leave()
-        with suppress(StudyError):
+        with self._losing():
             self._store.note_timeline(self.run, timeline)
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Goes on if the storage fails, and remembers that."""
+        try:
+            yield
+        except StudyError as error:
+            self.lost = self.lost or error
 
     def add(self, row: Row) -> None:
         """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
         self._rows.append(row)
-        with suppress(StudyError):
+        with self._losing():
             self._store.note_row(row)
 
     def catch_up(self) -> None:
@@ -165,8 +175,9 @@ class Study:
         return [*(trial.row for trial in self.trials), *self._rows]
 
     def keep(self, judgement: Judgement) -> None:
-        """Records the numerics gate's judgement of a policy."""
-        self._store.note_judged(GateRecord.of(judgement))
+        """Records the numerics gate's judgement of a policy; a storage that fails loses it for later runs alone."""
+        with self._losing():
+            self._store.note_judged(GateRecord.of(judgement))
 
     def measure_first(self, policies: Iterable[Policy]) -> None:
         """Puts these policies first, including those outside the space."""
@@ -263,10 +274,13 @@ class Study:
             self.history = self._history_of(self.trials)
 
     def tell(self, suggestion: Suggestion, trial: Trial) -> None:
-        """Adds an outcome and stores it."""
+        """Adds an outcome and stores it, unless the worker was killed from outside: the next run tries the policy."""
         self._numbers.add(suggestion.handle.number)
         self._add(trial)  # first, so that a storage that fails now does not lose it
-        self._store.tell(suggestion.handle, trial)
+        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "killed":
+            self._store.forget(suggestion.handle)
+        else:
+            self._store.tell(suggestion.handle, trial)
 
     def forget(self, suggestion: Suggestion) -> None:
         """Leaves a suggestion unmeasured, so that it can be asked for again."""
@@ -285,13 +299,15 @@ def open_study(
     baseline: Policy | None = None,
     fits: Callable[[Policy], bool] = lambda _: True,
     sampler: Sampler | None = None,
+    left_s: Callable[[], float] = lambda: 0.0,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
     Policies of the space that do not fit into memory are left out. Every `objective` uses the same study.
     Optuna keeps the points as points of the space `stored`, by default `space`: a space that this run has cut to its
     sound points must not look like another space.
+    A database that is away is waited for while the run has time left, which `left_s` returns.
     Raises `StudyError` if the storage cannot be used.
     """
-    store = open_store(where, name, stored or space)
+    store = open_store(where, name, stored or space, left_s)
     return Study(store, Catalog(space, to_policy, fits), seed, objective, baseline, sampler)

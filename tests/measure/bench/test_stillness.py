@@ -46,9 +46,7 @@ class Tree:
         folder.mkdir()
         self._process = subprocess.Popen([sys.executable, "-S", "-c", TREE, str(folder), "2", TREE])
         until(lambda: len(self.written()) == 3 and min(self.written().values()) > 0)
-        self.identity = ProcessIdentity(
-            pid=self._process.pid, started_s=psutil.Process(self._process.pid).create_time()
-        )
+        self.identity = ProcessIdentity(pid=self._process.pid, started_s=module.start_of(self._process.pid))
 
     def written(self) -> dict[str, int]:
         return {file.name: file.stat().st_size for file in self.folder.iterdir() if file.name.isdigit()}
@@ -183,7 +181,7 @@ def test_the_tree_goes_on_as_soon_as_the_measured_process_compiles(tree: Tree) -
 
 def test_processes_that_have_ended_do_no_harm() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as process:
-        identity = ProcessIdentity(pid=process.pid, started_s=psutil.Process(process.pid).create_time())
+        identity = ProcessIdentity(pid=process.pid, started_s=module.start_of(process.pid))
         until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
         with Stillness([identity]).pause() as stopped:
             assert stopped.is_quiet

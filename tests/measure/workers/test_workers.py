@@ -66,7 +66,7 @@ MISBEHAVING = {
     how.OUT_OF_MEMORY: ("oom", "CUDA out of memory"),
     how.UNSUPPORTED: ("unsupported", "not implemented for 'Half'"),
     how.EXITS: ("crash", "ended with exit code 3"),
-    how.KILLED: ("crash", "was ended by SIGKILL"),
+    how.KILLED: ("killed", "was ended by SIGKILL"),
 }
 
 

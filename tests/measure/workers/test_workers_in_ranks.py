@@ -94,7 +94,7 @@ def test_ranks_train_on_batches_of_their_own_and_have_the_same_weights_after_eac
     [
         (how.RAISES, "error", 'own mistake" (rank 1)'),
         (how.OUT_OF_MEMORY, "oom", "CUDA out of memory. Tried to allocate 20.00 GiB. (rank 1)"),
-        (how.KILLED, "crash", "the process of rank 1 was ended by SIGKILL; its output is in "),
+        (how.KILLED, "killed", "the process of rank 1 was ended by SIGKILL; its output is in "),
         (how.QUITS, "error", "the script ends here (rank 1)"),
         (how.FIRST_RAISES, "error", "the first rank's own mistake"),
     ],
