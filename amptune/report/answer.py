@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 __all__ = ["answer_of"]
 
+# With a smaller probability a policy that may be better is not named.
+WORTH_NAMING = 0.75
+
 
 def answer_of(decision: Decision, output: str, training: str | None = None) -> tuple[str, str, str]:
     """Returns what was found, how sure that is, and what to do next; `training` is the line that training needs."""
@@ -36,7 +39,7 @@ def _sure(decision: Decision) -> str:
             return "nothing to compare"
         if leader is None or verdict.confidence != "undecided":
             return f"{verdict.confidence}: none of {others} is better"
-        if leader.merit <= 1:
+        if leader.chance < WORTH_NAMING:
             return f"undecided: none of {others} looked better, by too few measurements to be sure"
         return f"undecided: {leader.policy} may be better ({chance_in_words(leader.chance)} sure)"
     launches = max(1, verdict.gain.launches)

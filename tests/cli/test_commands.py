@@ -80,7 +80,8 @@ def test_where_nothing_is_better_the_answer_says_to_keep_what_one_has(folder: Pa
     lines = run(*TUNE, *FEW, folder=folder, evaluator=same).stdout.splitlines()
     assert lines[0] == "keep what you have: no policy was shown to be faster"
     assert re.match(
-        r"(confirmed: none of \d+ others is better|undecided: .+ is better with a probability of )", lines[1]
+        r"(confirmed: none of \d+ others is better|undecided: (.+ may be better|none of \d+ others looked better))",
+        lines[1],
     )
     assert any(line.startswith("policy written to policy.yaml; ") for line in lines[2:4])  # 80 columns: it may be long
 
@@ -96,7 +97,7 @@ def test_the_same_command_again_resumes_and_its_budget_counts_from_the_start(fol
     assert first.stderr.startswith("[  60 s left] building the workload\n[  35 s left] resnet50")
     again = run(*TUNE, "--budget", "60s", "--trials", "1", folder=folder, evaluator=Machine())
     assert "2 trials remembered" in again.stderr
-    assert "search ended after 1 new trials" in again.stderr
+    assert "search ended after 1 new trial:" in again.stderr
 
 
 def test_an_interruption_before_the_baseline_is_measured_writes_nothing(folder: Path) -> None:

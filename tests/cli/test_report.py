@@ -76,7 +76,7 @@ def test_a_study_answers_for_other_objectives_on_a_page_and_is_tuned_for_them(fo
     assert headings_of(folder / "page.html") == headings_of(folder / "tuned.html") == SECTIONS
     done = run("report", ".amptune/train.py-small", *memory, folder=folder)
     assert done.stdout.splitlines()[0].endswith(", for memory")
-    assert "what no policy beats in everything" in done.stdout
+    assert "best trade-offs of speed and memory" in done.stdout
     assert "--objective memory" in done.stdout.replace("\n", " ")
     unknown = run("report", "train.py:small", "--name", "mine", folder=folder)
     assert (unknown.returncode, "holds no study 'mine', but resnet50-" in unknown.stderr) == (2, True)

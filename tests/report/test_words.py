@@ -103,7 +103,7 @@ def test_the_machine_is_told_a_fact_a_line() -> None:
 def test_parity_is_told_by_what_is_known_of_it_and_a_finding_by_its_module() -> None:
     assert _parity_in_words({"share_of_allowed": 0.24}) == "of what the numerics gate allows, 24% is used"
     both = _parity_in_words({"loss_deviation": 0.01, "share_of_allowed": 0.24})
-    assert both.startswith("losses of the first steps within 0.01")
+    assert both.startswith("losses of the first steps differ from the baseline's by 1 %")
     assert both.endswith("24% is used")
     assert str(Finding(code="breaks", message="it raises", module="")) == "the model itself: it raises"
     assert str(Finding(code="breaks", message="it raises", module="head")) == "head: it raises"
