@@ -31,6 +31,7 @@ __all__ = [
     "first_line",
     "require_tune",
     "told",
+    "visible",
 ]
 
 
@@ -159,6 +160,16 @@ def first_line(error: BaseException) -> str:
 def told(kind: str, message: str) -> str:
     """Returns "KIND: MESSAGE" of an exception, or its kind alone if it has no message of its own."""
     return f"{kind}: {message}" if message.strip() not in ("", kind) else kind
+
+
+def visible(text: str) -> str:
+    """Returns the text with control characters and those that turn its direction escaped, line breaks and tabs not."""
+    if text.isprintable():
+        return text
+    plain = (one.isprintable() or one in "\n\t\N{NO-BREAK SPACE}" for one in text)
+    return "".join(
+        one if is_plain else one.encode("unicode_escape").decode() for one, is_plain in zip(text, plain, strict=True)
+    )
 
 
 def require_tune() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn
@@ -17,7 +19,7 @@ import click
 
 import amptune
 from amptune import errors
-from amptune.cli.options import print_error
+from amptune.cli.options import print_error, say
 from amptune.cli.session import Session
 from amptune.cli.torchrun import take_over, wait_for_first
 
@@ -38,6 +40,9 @@ _COMMANDS = {
     "tune": "amptune.cli.tune:tune_command",
     "verify": "amptune.cli.verify:verify_command",
 }
+
+# How a terminal shows what its encoding lacks.
+_PLAIN = dict(zip("×…±·µ→•²\N{NO-BREAK SPACE}", ("x", "...", "+-", "-", "u", "->", "*", "^2", " "), strict=True))
 
 _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
     errors.UserCodeError: 1,
@@ -70,16 +75,16 @@ class _LazyGroup(click.Group):
             error.show()
             _end(error.exit_code, "usage", error.format_message(), as_json=as_json)
         except errors.AmptuneError as error:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
             _end(exit_code_of(error), _code_of(error), str(error), as_json=as_json)
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted", err=True)
+            say("interrupted", err=True)
             _end(130, "interrupted", "interrupted", as_json=as_json)
         except BrokenPipeError:
             sys.stderr.close()
             sys.exit(141)  # the reader closed our output; the code is that of SIGPIPE
         except OSError as error:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
             _end(2, "system", str(error), as_json=as_json)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
@@ -126,12 +131,25 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     sys.unraisablehook = _raise_again
+    codecs.register_error("amptune", _spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors != "replace":
+            stream.reconfigure(errors="amptune")
     _quieten_resource_tracker()
     job = take_over()
     if job is not None and job.rank > 0:
         wait_for_first()
     else:
         cli(obj=Session(started=STARTED, torchrun=job))
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """Spells what a terminal's encoding lacks, such as that of ASCII."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    plain = "".join(_PLAIN.get(one, one) for one in lacking)
+    return plain.encode("ascii", "backslashreplace").decode(), error.end
 
 
 def _quieten_resource_tracker() -> None:

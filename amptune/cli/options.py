@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from amptune.errors import visible
+
 __all__ = [
     "FILE",
     "MEMORY",
@@ -24,6 +26,7 @@ __all__ = [
     "print_json",
     "progress_unless",
     "quiet_option",
+    "say",
     "target_argument",
 ]
 
@@ -149,6 +152,11 @@ def progress_unless(quiet: bool, budget: Budget, *, verbose: bool = False) -> Ab
 
 def _told_nothing(_: object) -> None:
     """Takes an event."""
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a text, on stderr if `err`, with what a terminal would not show escaped: it may come from any file."""
+    click.echo(visible(text), err=err)
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:

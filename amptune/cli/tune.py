@@ -20,6 +20,7 @@ from amptune.cli.options import (
     objective_options,
     print_error,
     progress_unless,
+    say,
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
@@ -143,12 +144,12 @@ def tune_command(
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
             nothing = "interrupted before the baseline was measured: nothing to write"
-            click.echo(nothing, err=True)
+            say(nothing, err=True)
             if as_json:
                 print_error(130, "interrupted", nothing)
         else:
             tell(interrupted.decision)
-            click.echo("interrupted: this is the best so far; the same command continues", err=True)
+            say("interrupted: this is the best so far; the same command continues", err=True)
         return 130
     tell(decision)
     return 0

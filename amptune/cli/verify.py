@@ -16,6 +16,7 @@ from amptune.cli.options import (
     print_json,
     progress_unless,
     quiet_option,
+    say,
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
@@ -153,7 +154,7 @@ def _long_look(
     if as_json:  # last, so that stdout has this object or that of an error
         print_json("amptune.verify-numerics/1", {"file": policy, "curves": str(curves), **_as_long_data(look)})
     if look.interrupted:
-        click.echo("interrupted: this is what the finished runs say", err=True)
+        say("interrupted: this is what the finished runs say", err=True)
         return INTERRUPTED
     return 0 if look.agreement == "met" else DOES_NOT_HOLD
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from amptune.errors import FileFormatError, Problem
+from amptune.errors import FileFormatError, Problem, visible
 
 __all__ = ["Document", "dump", "parse", "read"]
 
@@ -113,11 +113,14 @@ def parse(text: str, source: str) -> Document:
 
 
 def dump(data: Any) -> str:
-    """Returns block-style YAML, keys in the given order; strings that YAML would read otherwise are quoted."""
+    """Returns block-style YAML, keys in the given order; strings that YAML would read otherwise are quoted.
+
+    What no screen shows stands in quotes, where YAML has the escapes of Python.
+    """
     text: str = yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
     )
-    return text
+    return visible(text)
 
 
 class _Dumper(yaml.SafeDumper):
