@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.knob import is_in
 from amptune.policy.serialization import adapter_for
-from amptune.policy.validation import validate
+from amptune.policy.validation import LARGEST, validate
 from amptune.policy.yaml_text import Document, read
 from amptune.search.space.knobs import (
     SEARCHED,
@@ -29,6 +31,8 @@ from amptune.search.space.knobs import (
 __all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
 
 SPACE_SCHEMA = "amptune.space/1"
+# Every point is looked at under every rule. The largest space that comes with amptune has 38,880 and 6.
+MOST_POINTS, MOST_RULES = 200_000, 50
 NO_TENSOR_CORES = "turing-gtx16"
 
 
@@ -72,7 +76,7 @@ def load_space(name_or_path: str | Path) -> Space:
     """Returns a space by name or file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
     own = spaces_folder() / f"{name_or_path}.yaml"
     path = own if str(name_or_path) in space_names() else Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, False for a name that no file can have
         return parse_space(read(path))
     raise SpaceError(_no_space(str(name_or_path)))
 
@@ -97,9 +101,13 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
     body = validate(document, _SpaceDocument)
     chain = (*extended_by, Path(document.source).resolve())
     base = _base_of(document, body.extends, chain) if body.extends is not None else None
-    problems = list(_knob_problems(document, body))
+    problems = [*_knob_problems(document, body), *_shape_problems(document, body)]
     if not problems:
         space = _space_of(body, base)
+        points, rules = math.prod(len(knob.choices) for knob in space.knobs), len(space.forbid)
+        if points > MOST_POINTS or rules > MOST_RULES:
+            message = f"{points:,} points and {rules} rules: a space has at most {MOST_POINTS:,} and {MOST_RULES}"
+            raise FileFormatError([document.problem((), message)])
         problems = list(_point_problems(document, body, space))
     if problems:
         raise FileFormatError(problems)
@@ -110,11 +118,11 @@ def _base_of(document: Document, extends: str, seen: tuple[Path, ...]) -> Space:
     """Returns the space that a document extends: amptune's own by name, or a file by its path from the document's."""
     own = spaces_folder() / f"{extends}.yaml"
     path = own if extends in space_names() else Path(document.source).parent / extends
+    if not os.path.isfile(path):
+        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
     if path.resolve() in seen:
         way = " → ".join(one.name for one in (*seen, path))
         raise FileFormatError([document.problem(("extends",), f"extends: {way} goes in a circle")])
-    if not path.is_file():
-        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
     return parse_space(read(path), seen)
 
 
@@ -176,11 +184,26 @@ def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem
             continue
         if not choices:
             yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
+        seen: set[tuple[type, Any]] = set()
         for index, value in enumerate(choices):
             if not _is_legal(name, value):
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} is not {_legal_in_words(name)}")
-            elif is_in(value, choices[:index]):
+            elif (type(value), value) in seen:
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} stands here twice")
+            else:
+                seen.add((type(value), value))
+
+
+def _shape_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
+    """Yields a problem for each list and mapping where a value is wanted; only `when` takes a list of values."""
+    points = [(("try_first", index), point) for index, point in enumerate(body.try_first or ())]
+    rules = [(("forbid", index, "when"), rule.when) for index, rule in enumerate(body.forbid or ())]
+    for path, values in (*points, *rules):
+        for name, value in values.items():
+            several = _as_tuple(value) if path[-1] == "when" else (value,)
+            if not several or any(isinstance(one, list | dict) for one in several):
+                wanted = "a value, or a list of values" if path[-1] == "when" else "a value"
+                yield document.problem((*path, name), f"{name}: {value!r} is not {wanted}")
 
 
 def _point_problems(document: Document, body: _SpaceDocument, space: Space) -> Iterator[Problem]:
@@ -228,7 +251,7 @@ def _is_legal(name: str, value: Any) -> bool:
     legal = SEARCHED[name].values
     if not legal:
         least = 0 if SEARCHED[name].stock == 0 else 1
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
     return is_in(value, legal)
 
 
