@@ -6,8 +6,9 @@ classes to exit codes. A message says what is wrong, where, what is allowed, and
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -30,6 +31,7 @@ __all__ = [
     "UserCodeError",
     "first_line",
     "require_tune",
+    "suggestion",
     "told",
     "visible",
 ]
@@ -170,6 +172,13 @@ def visible(text: str) -> str:
     return "".join(
         one if is_plain else one.encode("unicode_escape").decode() for one, is_plain in zip(text, plain, strict=True)
     )
+
+
+def suggestion(word: str, words: Iterable[str]) -> str:
+    """Returns "did you mean X? " for the word that one is nearly, without regard to case; else nothing."""
+    known = {one.lower(): one for one in words}
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"did you mean {known[close[0]]}? " if close and known[close[0]] != word else ""
 
 
 def require_tune() -> None:

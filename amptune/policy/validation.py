@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from typing_extensions import is_typeddict
 
-from amptune.errors import FileFormatError, Problem
+from amptune.errors import FileFormatError, Problem, suggestion
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.yaml_text import Document
 
@@ -87,9 +87,8 @@ class _Reader:
         return self._reject_word(("false", "true", *words), value, path)
 
     def _reject_word(self, allowed: tuple[str, ...], value: Any, path: Path) -> Any:
-        close = _nearest(str(value), allowed)
-        hint = f"; did you mean {close[0]}?" if close and close[0] != value else ""
-        return self._reject(path, f"{value!r} is not one of {', '.join(allowed)}{hint}")
+        hint = suggestion(str(value), allowed)
+        return self._reject(path, f"{value!r} is not one of {', '.join(allowed)}; {hint}".rstrip("; "))
 
     def _scalar(self, kind: type, value: Any, path: Path) -> Any:
         if kind is int and (type(value) is int or (isinstance(value, float) and value.is_integer())):

@@ -126,8 +126,12 @@ def _require_database(url: str) -> None:
         (dialect.import_dbapi if hasattr(dialect, "import_dbapi") else dialect.dbapi)()
         if dialect.name != "sqlite":  # a file, which opening would make
             sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool).connect().close()
-    except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
+    except (ImportError, ValueError, sqlalchemy.exc.SQLAlchemyError) as error:
         kind = url.partition(":")[0]
+        if isinstance(error, ValueError):  # of the only number in a URL
+            raise StudyError(
+                f"the study cannot be read or written: its port is no whole number (--study {kind}://…)"
+            ) from error
         raise StudyError(f"the study cannot be read or written: {first_line(error)} (--study {kind}://…)") from error
 
 

@@ -50,7 +50,8 @@ def database_at(url: str) -> BaseStorage:
             return optuna.storages.get_storage(url)
         except ValueError as error:  # one that Optuna does not know, or a port that is no number
             about = f"{without_password(url)} is no database that Optuna can open"
-            raise StudyError(f"{about}: {first_line(error)}") from error
+            why = "its port is no whole number" if "int()" in str(error) else first_line(error)
+            raise StudyError(f"{about}: {why}") from error
         except Exception as error:  # sqlalchemy's, which takes a second to import where no database is opened
             is_made_meanwhile = type(error).__name__ == "IntegrityError" or "already exists" in str(error)
             if not is_made_meanwhile or time.monotonic() > until_s:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from amptune.errors import FileFormatError, Problem, SpaceError
+from amptune.errors import FileFormatError, Problem, SpaceError, suggestion
 from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.knob import is_in
@@ -82,8 +81,7 @@ def load_space(name_or_path: str | Path) -> Space:
 
 
 def _no_space(name: str) -> str:
-    close = difflib.get_close_matches(name, space_names(), n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = suggestion(name, space_names())
     return f"{name!r} is no file and no space of amptune's; {hint}there are {', '.join(space_names())}"
 
 
@@ -179,7 +177,7 @@ def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem
         yield document.problem((), "knobs: this key is missing")
     for name, choices in (body.knobs or {}).items():
         if name not in SEARCHED:
-            message = f"unknown knob {name!r}; the knobs are {', '.join(SEARCHED)}"
+            message = f"unknown knob {name!r}; {suggestion(name, SEARCHED)}the knobs are {', '.join(SEARCHED)}"
             yield document.problem(("knobs", name), _told_if_former(name, message), key=True)
             continue
         if not choices:
@@ -232,7 +230,7 @@ def _values_outside(
 ) -> Iterator[Problem]:
     for name, values in point.items():
         if name not in choices:
-            message = f"{name!r} is no knob of this space"
+            message = f"{name!r} is no knob of this space; {suggestion(name, choices)}".removesuffix("; ").rstrip()
             yield document.problem((*path, name), _told_if_former(name, message), key=True)
             continue
         for value in _as_tuple(values):
