@@ -162,7 +162,7 @@ def _told_nothing(_: object) -> None:
 
 def say(text: str, *, err: bool = False) -> None:
     """Prints a text, on stderr if `err`, with what a terminal would not show escaped: it may come from any file."""
-    click.echo(visible(text), err=err)
+    print(visible(text), file=sys.stderr if err else sys.stdout, flush=True)  # click takes ASCII for UTF-8
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:
