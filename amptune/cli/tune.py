@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from amptune.cli.options import (
 )
 from amptune.cli.session import Session, pass_session
 from amptune.errors import StudyError, suggestion
+from amptune.policy.validation import LARGEST
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
@@ -272,8 +274,7 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
         return None
     if text == "auto":
         return "auto"
-    try:
-        return COUNT.convert(text, None, None)
-    except click.BadParameter:
-        message = f"{text!r} is neither auto nor a whole number of at least 1, and at most {COUNT.max}"
-        raise click.BadParameter(message, param_hint="--batch-size") from None
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
+        message = f"{text!r} is neither auto nor a whole number of at least 1, and at most {LARGEST}"
+        raise click.BadParameter(message, param_hint="--batch-size")
+    return int(text)

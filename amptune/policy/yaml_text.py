@@ -77,7 +77,7 @@ class Document:
         node = self.root
         for step in path:
             if isinstance(node, yaml.MappingNode):
-                found = self._entries_of(node).get(step)
+                found: tuple[yaml.Node | None, yaml.Node] | None = self._entries_of(node).get(step)
             else:
                 items = node.value if isinstance(node, yaml.SequenceNode) and isinstance(step, int) else []
                 found = (None, items[step]) if isinstance(step, int) and step < len(items) else None

@@ -204,7 +204,7 @@ def require_figures(evidence: Mapping[str, Any]) -> None:
     for name in ("speedup", "gain", "step_ms", "samples_per_s", "least_speed"):
         value = evidence.get(name, 1)
         if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ClaimError(f"evidence.{name}: {value} is no figure above 0, as `amptune tune` writes it")
+            raise ClaimError(f"evidence is not what `amptune tune` writes: {name} is {value}, and not above 0")
 
 
 def baseline_of(policy_file: PolicyFile) -> Policy:
