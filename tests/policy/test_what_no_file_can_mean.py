@@ -70,8 +70,8 @@ def test_a_space_takes_values_where_values_stand(more: str, said: str) -> None:
 
 def test_a_space_is_bounded() -> None:
     sizes = ", ".join(map(str, range(1, 901)))
-    knobs = f'knobs: {{autocast: ["off", bf16], threads: [{sizes}], accumulate: [{sizes}]}}\n'
-    with pytest.raises(FileFormatError, match="1,620,000 points and 0 rules: a space has at most 200,000 and 50"):
+    knobs = f"knobs: {{fp32_math: [stock, tf32, ieee], threads: [{sizes}], accumulate: [{sizes}]}}\n"
+    with pytest.raises(FileFormatError, match="2,430,000 points: beside 0 rules, a space has at most 2,000,000"):
         parse_space(parse(SPACE[: SPACE.index("knobs")] + knobs, "f"))
 
 

@@ -18,11 +18,11 @@ from amptune.errors import ObjectiveError, StudyError
 from amptune.policy.serialization import in_one_line
 from amptune.search.sampler.records import OF_A_TRIAL, READERS
 
-__all__ = ["BROKEN", "JOURNAL", "first_broken", "journal_storage"]
+__all__ = ["JOURNAL", "NO_RECORD", "first_broken", "journal_storage"]
 
 JOURNAL = "journal.log"
 # Errors of reading what is no record: a wrong type, a missing key, a figure that cannot be.
-BROKEN = (
+NO_RECORD = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ObjectiveError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 
@@ -36,23 +36,23 @@ def _are_figures(value: Any) -> bool:
 
 
 _WHOLE, _NUMBER, _TEXT, _OBJECT = _is(int), _is(int, float), _is(str), _is(dict)
-# What a record of Optuna's journal has beside its operation and its worker, by the number of the operation.
-_CREATE_STUDY, _DELETE_STUDY, _CREATE_TRIAL = 0, 1, 4
-_FORMS: dict[int, dict[str, Callable[[Any], bool]]] = {
-    _CREATE_STUDY: {"study_name": _TEXT, "directions": _are_figures},
-    _DELETE_STUDY: {"study_id": _WHOLE},
-    2: {"study_id": _WHOLE, "user_attr": _OBJECT},
-    3: {"study_id": _WHOLE, "system_attr": _OBJECT},
-    _CREATE_TRIAL: {"study_id": _WHOLE, "datetime_start": _is(str, type(None))},
-    5: {"trial_id": _WHOLE, "param_name": _TEXT, "param_value_internal": _NUMBER, "distribution": _TEXT},
-    6: {"trial_id": _WHOLE, "state": _WHOLE, "values": _are_figures},
-    7: {"trial_id": _WHOLE, "step": _WHOLE, "intermediate_value": _NUMBER},
-    8: {"trial_id": _WHOLE, "user_attr": _OBJECT},
-    9: {"trial_id": _WHOLE, "system_attr": _OBJECT},
-}
+# What a record of Optuna's journal has beside its worker, by the number of its operation.
+_FORMS: tuple[dict[str, Callable[[Any], bool]], ...] = (
+    {"study_name": _TEXT, "directions": _are_figures},
+    {"study_id": _WHOLE},  # deletes it
+    {"study_id": _WHOLE, "user_attr": _OBJECT},
+    {"study_id": _WHOLE, "system_attr": _OBJECT},
+    {"study_id": _WHOLE, "datetime_start": _is(str, type(None))},
+    {"trial_id": _WHOLE, "param_name": _TEXT, "param_value_internal": _NUMBER, "distribution": _TEXT},
+    {"trial_id": _WHOLE, "state": _WHOLE, "values": _are_figures},
+    {"trial_id": _WHOLE, "step": _WHOLE, "intermediate_value": _NUMBER},
+    {"trial_id": _WHOLE, "user_attr": _OBJECT},
+    {"trial_id": _WHOLE, "system_attr": _OBJECT},
+)
+_DELETE_STUDY = 1
 _START = b'{"op_code":'
 # JSON that was cut off is wrong at its end, or from where a string begins; `\u202e` and `false` are cut as a whole.
-_LONGEST = 6
+_CUT = len(r"\u202e")
 
 
 class Journal(JournalFileBackend):
@@ -90,7 +90,7 @@ class Journal(JournalFileBackend):
             for text in file:
                 try:
                     record = self._next(text) if text.strip() else None
-                except BROKEN as error:
+                except NO_RECORD as error:
                     if _is_cut_off(text, error):
                         return
                     raise self.damaged(line, error) from error
@@ -105,8 +105,8 @@ class Journal(JournalFileBackend):
         for name, count in (("study_id", len(self._studies)), ("trial_id", self._trials)):
             if name in record and not 0 <= record[name] < count:
                 raise ValueError(f"{name}: no record before has made {record[name]}")
-        self._trials += record["op_code"] == _CREATE_TRIAL
-        self._studies |= {record["study_name"]} if record["op_code"] == _CREATE_STUDY else set()
+        self._trials += "study_id" in record and "datetime_start" in record
+        self._studies |= {record["study_name"]} if "study_name" in record else set()
         return record
 
     def damaged(self, line: int, error: Exception) -> StudyError:
@@ -120,7 +120,7 @@ def journal_storage(folder: Path) -> JournalStorage:
     journal = Journal(folder)
     try:
         return JournalStorage(journal)
-    except BROKEN as error:
+    except NO_RECORD as error:
         raise journal.damaged(journal.line, error) from error
 
 
@@ -134,7 +134,7 @@ def first_broken(folder: Path) -> StudyError | None:
                 known[record.get("trial_id", -1)].add(name)
             if record.get("state") == TrialState.COMPLETE and (lost := OF_A_TRIAL - known[record.get("trial_id", -1)]):
                 raise KeyError(f"{', '.join(sorted(lost))} of the trial that ends here")
-        except BROKEN as error:
+        except NO_RECORD as error:
             return journal.damaged(journal.line, error)
     return None
 
@@ -142,13 +142,13 @@ def first_broken(folder: Path) -> StudyError | None:
 def _record_in(text: bytes) -> dict[str, Any]:
     """Returns the record in a line. Raises `ValueError` with what is wrong."""
     record = json.loads(text.decode())
-    form = _FORMS.get(record["op_code"]) if _OBJECT(record) and _WHOLE(record.get("op_code")) else None
-    if form is None:
+    operation = record.get("op_code") if _OBJECT(record) else None
+    if not _WHOLE(operation) or not 0 <= operation < len(_FORMS):
         raise ValueError("it is no object with a known op_code")
-    for name, is_right in {"worker_id": _TEXT, **form}.items():
+    for name, is_right in {"worker_id": _TEXT, **_FORMS[operation]}.items():
         if not is_right(record[name]):
             raise ValueError(f"{name}: {record[name]!r:.60} cannot stand there")
-    if record["op_code"] == _DELETE_STUDY and len(record) > 3:
+    if operation == _DELETE_STUDY and record.keys() != {"op_code", "worker_id", "study_id"}:
         raise ValueError("op_code: this record deletes no study")
     return record  # type: ignore[no-any-return]  # it is an object
 
@@ -157,7 +157,7 @@ def _is_cut_off(text: bytes, error: Exception) -> bool:
     """Returns True for half a record at the end, as a killed writer or a full disk leaves it."""
     if text.endswith(b"\n") or not isinstance(error, json.JSONDecodeError):
         return False
-    is_at_end = error.pos >= len(text) - _LONGEST or error.msg.startswith("Unterminated string")
+    is_at_end = error.pos >= len(text) - _CUT or error.msg.startswith("Unterminated string")
     return is_at_end and text.startswith(_START[: len(text)])
 
 
@@ -173,5 +173,5 @@ def _end_the_last_line(journal: Path) -> None:
         try:
             _record_in(last)
             file.write(b"\n")
-        except BROKEN:
+        except NO_RECORD:
             file.truncate(len(content) - len(last))

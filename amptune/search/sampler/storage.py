@@ -21,7 +21,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import SQLITE, experimental, opened, storage_errors
-from amptune.search.sampler.journal import BROKEN, JOURNAL, first_broken
+from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.leases import Leases
 from amptune.search.sampler.records import (
     READERS,
@@ -277,7 +277,7 @@ def reading(where: Path | str) -> Iterator[None]:
     try:
         with storage_errors():
             yield
-    except BROKEN as error:
+    except NO_RECORD as error:
         if isinstance(where, Path) and (found := first_broken(where)) is not None:
             raise found from error
         raise StudyError(

@@ -30,8 +30,8 @@ from amptune.search.space.knobs import (
 __all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
 
 SPACE_SCHEMA = "amptune.space/1"
-# Every point is looked at under every rule. The largest space that comes with amptune has 38,880 and 6.
-MOST_POINTS, MOST_RULES = 200_000, 50
+# Every point is looked at under every rule. The largest space that comes with amptune has 38,880 points and 6 rules.
+LARGEST_SPACE = 2_000_000
 NO_TENSOR_CORES = "turing-gtx16"
 
 
@@ -103,8 +103,9 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
     if not problems:
         space = _space_of(body, base)
         points, rules = math.prod(len(knob.choices) for knob in space.knobs), len(space.forbid)
-        if points > MOST_POINTS or rules > MOST_RULES:
-            message = f"{points:,} points and {rules} rules: a space has at most {MOST_POINTS:,} and {MOST_RULES}"
+        if points * (rules + 1) > LARGEST_SPACE:
+            most = LARGEST_SPACE // (rules + 1)
+            message = f"{points:,} points: beside {rules} rules, a space has at most {most:,}"
             raise FileFormatError([document.problem((), message)])
         problems = list(_point_problems(document, body, space))
     if problems:
