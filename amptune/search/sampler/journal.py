@@ -142,7 +142,7 @@ def first_broken(folder: Path) -> StudyError | None:
 def _record_in(text: bytes) -> dict[str, Any]:
     """Returns the record in a line. Raises `ValueError` with what is wrong."""
     record = json.loads(text.decode())
-    operation = record.get("op_code") if _OBJECT(record) else None
+    operation: Any = record.get("op_code") if _OBJECT(record) else None
     if not _WHOLE(operation) or not 0 <= operation < len(_FORMS):
         raise ValueError("it is no object with a known op_code")
     for name, is_right in {"worker_id": _TEXT, **_FORMS[operation]}.items():
