@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from amptune.errors import visible
-from amptune.policy.validation import LARGEST
+from amptune.policy.knobs.knob import LARGEST
 
 __all__ = [
     "COUNT",

@@ -27,7 +27,7 @@ from amptune.cli.options import (
 )
 from amptune.cli.session import Session, pass_session
 from amptune.errors import StudyError, suggestion
-from amptune.policy.validation import LARGEST
+from amptune.policy.knobs.knob import LARGEST
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy

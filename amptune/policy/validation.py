@@ -19,17 +19,16 @@ from typing_extensions import is_typeddict
 
 from amptune.errors import FileFormatError, Problem, suggestion
 from amptune.policy.former_settings import FORMER, taken_out
+from amptune.policy.knobs.knob import LARGEST
 from amptune.policy.yaml_text import Document
 
-__all__ = ["LARGEST", "validate"]
+__all__ = ["validate"]
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
 
 # Stands for a value with a problem, which is noted by then.
 _WRONG: Any = object()
-# What int32 holds, and so whatever takes these numbers.
-LARGEST = 2**31 - 1
 # To look for what was meant takes long.
 MOST_HINTS = 100
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

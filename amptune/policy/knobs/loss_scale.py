@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from amptune.policy.knobs.knob import Knob, Settings
+from amptune.policy.knobs.knob import LARGEST, Knob, Settings
 
 __all__ = ["LOSS_SCALE", "LossScale"]
 
 # The scaler holds its scale in FP32, and counts in int32 the steps since it grew.
-_SMALLEST, _LARGEST, _LONGEST = 2.0**-126, (2 - 2**-23) * 2.0**127, 2**31 - 1
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class LossScale:
             wrong.append(f"init: {self.init} is not above 0")
         elif not _SMALLEST <= self.init <= _LARGEST:
             wrong.append(f"init: {self.init:g} is not in the range of FP32, {_SMALLEST:.3g} to {_LARGEST:.3g}")
-        if not 1 <= self.growth_interval <= _LONGEST:
-            which = "at least 1" if self.growth_interval < 1 else f"at most {_LONGEST}"
+        if not 1 <= self.growth_interval <= LARGEST:
+            which = "at least 1" if self.growth_interval < 1 else f"at most {LARGEST}"
             wrong.append(f"growth_interval: {self.growth_interval} is not {which}")
         if self.max is not None and self.static:
             wrong.append("max: a static loss scale does not grow")

@@ -13,10 +13,9 @@ from amptune.errors import SpaceError, suggestion
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.float8_modules import FLOAT8_MODULES
-from amptune.policy.knobs.knob import TRUTH, in_file, is_in
+from amptune.policy.knobs.knob import LARGEST, TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS
-from amptune.policy.validation import LARGEST
 
 __all__ = [
     "BATCH_SIZE",

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal
 from amptune.errors import FileFormatError, Problem, SpaceError, suggestion
 from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
-from amptune.policy.knobs.knob import is_in
+from amptune.policy.knobs.knob import LARGEST, is_in
 from amptune.policy.serialization import adapter_for
-from amptune.policy.validation import LARGEST, validate
+from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
 from amptune.search.space.knobs import (
     SEARCHED,
