@@ -6,8 +6,9 @@ classes to exit codes. A message says what is wrong, where, what is allowed, and
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -30,7 +31,9 @@ __all__ = [
     "UserCodeError",
     "first_line",
     "require_tune",
+    "suggestion",
     "told",
+    "visible",
 ]
 
 
@@ -159,6 +162,23 @@ def first_line(error: BaseException) -> str:
 def told(kind: str, message: str) -> str:
     """Returns "KIND: MESSAGE" of an exception, or its kind alone if it has no message of its own."""
     return f"{kind}: {message}" if message.strip() not in ("", kind) else kind
+
+
+def visible(text: str) -> str:
+    """Returns the text with control characters and those that turn its direction escaped, line breaks and tabs not."""
+    if text.isprintable():
+        return text
+    plain = (one.isprintable() or one in "\n\t\N{NO-BREAK SPACE}" for one in text)
+    return "".join(
+        one if is_plain else one.encode("unicode_escape").decode() for one, is_plain in zip(text, plain, strict=True)
+    )
+
+
+def suggestion(word: str, words: Iterable[str]) -> str:
+    """Returns "did you mean X? " for the word that one is nearly, without regard to case; else nothing."""
+    known = {one.lower(): one for one in words}
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f"did you mean {known[close[0]]}? " if close and known[close[0]] != word else ""
 
 
 def require_tune() -> None:

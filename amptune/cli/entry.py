@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from itertools import takewhile
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -18,7 +20,7 @@ import click
 
 import amptune
 from amptune import errors
-from amptune.cli.options import print_error
+from amptune.cli.options import print_error, say
 from amptune.cli.session import Session
 from amptune.cli.torchrun import take_over, wait_for_first
 from amptune.measure.workers.log_stream import LossyStream
@@ -43,6 +45,8 @@ _COMMANDS = {
 
 # Ctrl-C, `kill`, and the end of the terminal.
 _INTERRUPTING = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
+# How a terminal shows what its encoding lacks.
+_PLAIN = dict(zip("×…±·µ→•²\N{NO-BREAK SPACE}", ("x", "...", "+-", "-", "u", "->", "*", "^2", " "), strict=True))
 
 _EXIT_CODES: dict[type[errors.AmptuneError], int] = {
     errors.UserCodeError: 1,
@@ -75,19 +79,26 @@ class _LazyGroup(click.Group):
             error.show()
             _end(error.exit_code, "usage", error.format_message(), as_json=as_json)
         except errors.AmptuneError as error:
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
             _end(exit_code_of(error), _code_of(error), str(error), as_json=as_json)
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted", err=True)
+            say("interrupted", err=True)
             _end(130, "interrupted", "interrupted", as_json=as_json)
         except (OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "can't start new thread" not in str(error):
                 raise
-            click.echo(f"error: {error}", err=True)
+            say(f"error: {error}", err=True)
             _end(2, "system", str(error), as_json=as_json)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
         return sorted(_COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}; {errors.suggestion(args[0], _COMMANDS)}".rstrip("; "))
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
@@ -127,6 +138,10 @@ def cli() -> None:
 
 def main() -> None:
     """Runs the command line and exits."""
+    codecs.register_error("amptune", _spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and stream.errors != "replace":
+            stream.reconfigure(errors="amptune")
     job = take_over()
     if job is not None and job.rank > 0:
         wait_for_first()
@@ -139,6 +154,15 @@ def main() -> None:
     sys.unraisablehook = _raise_again
     _quieten_resource_tracker()
     cli(obj=Session(started=STARTED, torchrun=job))
+
+
+def _spelled(error: UnicodeError) -> tuple[str, int]:
+    """Spells what a terminal's encoding lacks, such as that of ASCII."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    plain = "".join(_PLAIN.get(one, one) for one in lacking)
+    return plain.encode("ascii", "backslashreplace").decode(), error.end
 
 
 def _quieten_resource_tracker() -> None:

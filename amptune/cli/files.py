@@ -6,7 +6,7 @@ import json
 
 import click
 
-from amptune.cli.options import FILE, json_option, print_json
+from amptune.cli.options import FILE, json_option, print_json, say
 from amptune.policy.findings import Finding
 
 __all__ = ["check_command", "check_file", "explain_command", "schema_command"]
@@ -28,9 +28,9 @@ def check_command(files: tuple[str, ...], any_hardware: bool, as_json: bool) -> 
             print_json("amptune.check/1", {"file": file, "kind": kind, "findings": [f.as_dict() for f in findings]})
             continue
         for finding in findings:
-            click.echo(f"note: {finding}", err=True)
+            say(f"note: {finding}", err=True)
         is_valid_here = not any_hardware and kind != "search space"  # one of another GPU can be searched anywhere
-        click.echo(f"{file}: a well-formed {kind}" + (", valid here" if is_valid_here else ""))
+        say(f"{file}: a well-formed {kind}" + (", valid here" if is_valid_here else ""))
 
 
 @click.command("explain", short_help="Say in words what a policy sets, and why.")
@@ -45,7 +45,7 @@ def explain_command(file: str, as_json: bool) -> None:
     if as_json:
         print_json("amptune.explain/1", {"file": file, "sentences": list(sentences), "findings": []})
     else:
-        click.echo("\n".join(sentences))
+        say("\n".join(sentences))
 
 
 @click.command("schema", short_help="Print the JSON Schema of a file format.")

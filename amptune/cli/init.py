@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from amptune.cli.options import json_option, print_json
+from amptune.cli.options import json_option, print_json, say
 from amptune.workload.written_workload import ARGUMENTS, FILL_IN, doubt_of, options_for, workload_text
 
 __all__ = ["STARTER", "init_command"]
@@ -81,7 +81,7 @@ def init_command(file: Path | None, script: Path | None, force: bool, as_json: b
     if as_json:
         print_json("amptune.init/1", {"file": str(file), "target": target, "findings": []})
         return
-    click.echo(f"wrote {file}; next: amptune tune {target if script is None else file}{options}")
+    say(f"wrote {file}; next: amptune tune {target if script is None else file}{options}")
     if script is not None:
         _tell_more(script, file, text, options)
 
@@ -102,8 +102,8 @@ def _tell_more(script: Path, file: Path, text: str, options: str) -> None:
     """Prints what the user has to fill in, and what the line that was printed leaves open."""
     for line in text.splitlines():
         if FILL_IN in line:
-            click.echo(f"first, in {file}: {line.strip()}")
+            say(f"first, in {file}: {line.strip()}")
     if ARGUMENTS in options:
-        click.echo(f"ARGUMENTS are those that you give {script}; leave -- out if there are none")
+        say(f"ARGUMENTS are those that you give {script}; leave -- out if there are none")
     if (doubt := doubt_of(script)) is not None:
-        click.echo(doubt)
+        say(doubt)

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from amptune.errors import visible
+from amptune.policy.knobs.knob import LARGEST
+
 __all__ = [
+    "COUNT",
     "FILE",
     "MEMORY",
     "SECONDS",
@@ -24,6 +28,7 @@ __all__ = [
     "print_json",
     "progress_unless",
     "quiet_option",
+    "say",
     "target_argument",
 ]
 
@@ -42,12 +47,15 @@ class _Seconds(_FloatType):
 
     name = "duration"
     _UNITS: ClassVar = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+    _MOST_S = 8760 * 3600.0
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h|)\s*", str(value))
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h|)\s*", str(value))
         seconds = float(match[1]) * self._UNITS[match[2]] if match else 0.0
         if seconds <= 0:
             self.fail(f"{value!r} is no duration; write 90s, 5m or 1h", param, ctx)
+        if seconds > self._MOST_S:
+            self.fail("this is more than a year, 8760h", param, ctx)
         return seconds
 
 
@@ -58,9 +66,9 @@ class _Memory(_FloatType):
     _MIB: ClassVar = {"kb": 1e3 / 2**20, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20, "kib": 2**-10, "mib": 1.0, "gib": 2**10}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)\s*", str(value).lower())
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmg]i?b)\s*", str(value).lower())
         mib = float(match[1]) * self._MIB[match[2]] if match else 0.0
-        if mib <= 0:
+        if not 0 < mib < math.inf:
             self.fail(f"{value!r} is no amount of memory; write 60GiB or 512MiB", param, ctx)
         return mib
 
@@ -76,6 +84,7 @@ class _File(_TextType):
 
 FILE = _File()
 SECONDS = _Seconds()
+COUNT = click.IntRange(1, LARGEST)
 MEMORY = _Memory()
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -149,6 +158,11 @@ def progress_unless(quiet: bool, budget: Budget, *, verbose: bool = False) -> Ab
 
 def _told_nothing(_: object) -> None:
     """Takes an event."""
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Prints a text, on stderr if `err`, with what a terminal would not show escaped: it may come from any file."""
+    print(visible(text), file=sys.stderr if err else sys.stdout, flush=True)  # click takes ASCII for UTF-8
 
 
 def print_json(schema: str, data: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import print_json
+from amptune.cli.options import print_json, say
 from amptune.errors import OutputError
 from amptune.policy.artifact_file import beside, is_artifact_file
 from amptune.policy.file_io import require_writable, write, write_bytes
@@ -84,7 +84,7 @@ def deliver(
     try:
         write_policy(dumps(decision.policy_file), output, target)
     except OutputError:
-        click.echo(dumps(decision.policy_file), err=as_json)
+        say(dumps(decision.policy_file), err=as_json)
         raise
     artifacts = _place_artifacts(decision, request, output)
     _write_report(decision, request, report)
@@ -116,7 +116,7 @@ def _place_artifacts(decision: Decision, request: TuningRequest, output: str) ->
             raise OutputError(f"{place} exists, and `amptune tune` did not write it")
         write_bytes(kept.read_bytes(), place)
     except (OSError, OutputError) as error:
-        click.echo(f"what torch.compile made was not written: {error}", err=True)
+        say(f"what torch.compile made was not written: {error}", err=True)
         return None
     return str(place)
 
@@ -133,7 +133,7 @@ def _write_report(decision: Decision, request: TuningRequest, output: str | None
     record = recall(request.study, run=request.run)
     study_report = StudyReport(record=record, verdict=decision.verdict, points=decision.points)
     write_page(page_of(study_report, decision.findings), output)
-    click.echo(f"report written to {output}", err=True)
+    say(f"report written to {output}", err=True)
 
 
 def _as_data(decision: Decision, output: str) -> dict[str, Any]:

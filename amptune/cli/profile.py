@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from amptune.cli.options import FILE, json_option, print_json
+from amptune.cli.options import FILE, json_option, print_json, say
 
 __all__ = ["profile_group"]
 
@@ -49,7 +49,7 @@ def build_command(policies: tuple[str, ...], output: str, as_json: bool) -> None
         matches = [dict(entry.match) for entry in entries]
         print_json("amptune.profile-build/1", {"output": output, "entries": matches, "findings": []})
     else:
-        click.echo(f"wrote {output}: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}")
+        say(f"wrote {output}: {len(entries)} {'entry' if len(entries) == 1 else 'entries'}")
 
 
 @profile_group.command("resolve")
@@ -82,8 +82,8 @@ def resolve_command(file: str, labels: tuple[str, ...], as_json: bool) -> None:
         )
         return
     for rejected in resolution.rejected:
-        click.echo(f"entry {rejected.entry} does not match: {'; '.join(rejected.because)}", err=True)
-    click.echo(f"# entry {resolution.entry}")
+        say(f"entry {rejected.entry} does not match: {'; '.join(rejected.because)}", err=True)
+    say(f"# entry {resolution.entry}")
     sys.stdout.write(dumps(resolution.policy_file))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from amptune.cli.options import FILE, json_option, objective_options, print_json
+from amptune.cli.options import FILE, json_option, objective_options, print_json, say
 from amptune.policy.findings import Finding
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def report_command(
         if output is None:
             raise
         write_page(page_without_answer(record, str(error)), output)
-        click.echo(f"wrote {output}: {error}", err=True)
+        say(f"wrote {output}: {error}", err=True)
         if as_json:
             finding = Finding(code="study", message=str(error))
             print_json("amptune.report/1", {"output": output, "study": record.name, "findings": [finding.as_dict()]})
@@ -64,7 +64,7 @@ def report_command(
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
-        click.echo(f"wrote {output}: {study_report.sentence}")
+        say(f"wrote {output}: {study_report.sentence}")
     else:
         print_study_report(study_report, sys.stdout)
 

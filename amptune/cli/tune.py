@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from amptune.cli.options import (
+    COUNT,
     FILE,
     MEMORY,
     SECONDS,
@@ -19,10 +21,12 @@ from amptune.cli.options import (
     objective_options,
     print_error,
     progress_unless,
+    say,
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
-from amptune.errors import StudyError
+from amptune.errors import StudyError, suggestion
+from amptune.policy.knobs.knob import LARGEST
 
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
@@ -48,34 +52,40 @@ _GROUPS = {
               help="Where the policy is written.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a file that amptune did not write for TARGET, or that was edited.")
 @click.option("--budget", type=SECONDS, default="300s", show_default=True, help="Wall-clock time of the whole command.")
-@click.option("--trials", type=click.IntRange(1), help="Try at most this many policies.")
+@click.option("--trials", type=COUNT, help="Try at most this many policies.")
 @click.option(
     "--space", type=FILE, metavar="NAME|FILE", help="Search space; by default the one of this machine's hardware."
 )
 @click.option("--batch-size", metavar="auto|N", help="Per device. Default: the workload's own; auto searches it too.")
-@click.option("--global-batch", type=click.IntRange(1), metavar="N",
+@click.option("--global-batch", type=COUNT, metavar="N",
               help="Samples of one optimizer step over all devices, to be kept: batches are accumulated.")  # fmt: skip
-@click.option("--devices", type=click.IntRange(1), default=1, show_default=True,
+@click.option("--devices", type=COUNT, default=1, show_default=True,
               help="How many devices train together. If so many GPUs are visible, steps are timed on all of them, with "
               "the exchange of gradients; else it is a number for --global-batch. torchrun gives it too.")  # fmt: skip
 @click.option("--max-memory", type=MEMORY, metavar="SIZE", help="What a policy may take of the device's: 60GiB.")
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
 @objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
-@click.option("--steps", type=click.IntRange(1), metavar="N",
+@click.option("--steps", type=COUNT, metavar="N",
               help="You will train for so many: the policy that ends first wins, compiling included.")  # fmt: skip
 @click.option("--baseline", type=FILE, default="stock", show_default=True, help="What training uses today.",
               metavar="stock|amp-fp16|amp-bf16|transformers|FILE")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
+@click.option("--workers", type=COUNT, default=1, show_default=True,
               help="So many GPUs tune at once, on one study; with --device cpu, shares of its cores.")  # fmt: skip
 @click.option("--worker", "of_run", hidden=True, metavar="BEGAN", help="Help the run of another process.")
 @click.option(
     "--report", type=FILE, metavar="F.html", help="Write a page of what was found too, as `amptune report` does."
 )
 @click.option("--study", type=FILE, metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search; batches have their own.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    help="Of the search; batches have their own.",
+)
 @click.option("--sampler", type=click.Choice(["amptune", "tpe", "gp", "random"]), default="amptune", show_default=True,
               help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
@@ -146,12 +156,12 @@ def tune_command(
     except TuningInterrupted as interrupted:
         if interrupted.decision is None:
             nothing = "interrupted before the baseline was measured: nothing to write"
-            click.echo(nothing, err=True)
+            say(nothing, err=True)
             if as_json:
                 print_error(130, "interrupted", nothing)
         else:
             tell(interrupted.decision)
-            click.echo("interrupted: this is the best so far; the same command continues", err=True)
+            say("interrupted: this is the best so far; the same command continues", err=True)
             if interrupted.__cause__ is not None:
                 raise interrupted.__cause__ from None
         return 130
@@ -234,8 +244,9 @@ def _baseline(text: str) -> Policy:
     if text == "stock":
         return STOCK
     if not is_preset(text) and not Path(text).exists():
-        allowed = ", ".join(("stock", *BASELINES))
-        raise click.BadParameter(f"{text!r} is not {allowed} or a policy file", param_hint="--baseline")
+        known = ("stock", *BASELINES)
+        message = f"{text!r} is not {', '.join(known)} or a policy file; {suggestion(text, known)}"
+        raise click.BadParameter(message.rstrip("; "), param_hint="--baseline")
     return load(text).policy
 
 
@@ -268,8 +279,7 @@ def _batch_size(text: str | None) -> int | Literal["auto"] | None:
         return None
     if text == "auto":
         return "auto"
-    if not text.isdecimal() or int(text) < 1:
-        raise click.BadParameter(
-            f"{text!r} is neither auto nor a whole number of at least 1", param_hint="--batch-size"
-        )
+    if not re.fullmatch("[0-9]{1,10}", text) or not 1 <= int(text) <= LARGEST:
+        message = f"{text!r} is neither auto nor a whole number of at least 1, and at most {LARGEST}"
+        raise click.BadParameter(message, param_hint="--batch-size")
     return int(text)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from amptune.cli.options import (
+    COUNT,
     FILE,
     SECONDS,
     GroupedCommand,
@@ -16,6 +17,7 @@ from amptune.cli.options import (
     print_json,
     progress_unless,
     quiet_option,
+    say,
     target_argument,
 )
 from amptune.cli.session import Session, pass_session
@@ -49,8 +51,8 @@ _GROUPS = {
 @click.option(
     "--numerics", is_flag=True, help="Does it train like FP32? Trains both side by side; measures no claim of speed."
 )
-@click.option("--steps", type=click.IntRange(min=20), help="Training steps of a run. Default: 2000.")
-@click.option("--seeds", type=click.IntRange(min=3), help="Runs of each of the two. Default: 5.")
+@click.option("--steps", type=click.IntRange(20, COUNT.max), help="Training steps of a run. Default: 2000.")
+@click.option("--seeds", type=click.IntRange(3, COUNT.max), help="Runs of each of the two. Default: 5.")
 @click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @quiet_option
@@ -153,7 +155,7 @@ def _long_look(
     if as_json:  # last, so that stdout has this object or that of an error
         print_json("amptune.verify-numerics/1", {"file": policy, "curves": str(curves), **_as_long_data(look)})
     if look.interrupted:
-        click.echo("interrupted: this is what the finished runs say", err=True)
+        say("interrupted: this is what the finished runs say", err=True)
         return INTERRUPTED
     return 0 if look.agreement == "met" else DOES_NOT_HOLD
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from amptune.cli.device import require_devices
+from amptune.cli.options import say
 
 if TYPE_CHECKING:
     from amptune.search.events import Observer
@@ -134,7 +135,7 @@ def _tell(number: int, process: subprocess.Popen[str], observer: Observer, is_en
     code = process.wait()
     if code and not is_ending.is_set():
         what = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        click.echo(f"worker {number} {what}; the others go on, and its trial is tried again", err=True)
+        say(f"worker {number} {what}; the others go on, and its trial is tried again", err=True)
 
 
 def _end(processes: Sequence[subprocess.Popen[str]]) -> None:

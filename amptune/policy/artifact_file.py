@@ -45,13 +45,19 @@ class ArtifactFile:
     def from_bytes(data: bytes) -> ArtifactFile:
         """Reads a file's bytes, without unpickling them. Raises `ValueError` if they are damaged, or no such file."""
         first, _, content = data.partition(b"\n")
+        if not first.startswith(_START):
+            raise ValueError("is no file of amptune's artifacts")
         try:
-            head: dict[str, Any] = json.loads(first) if first.startswith(_START) else {}
-        except ValueError:
+            head = json.loads(first)
+            fits, sizes = dict(head["fits"]), dict(head["sizes"])
+            is_whole = head["sha256"] == _sha256(fits, sizes, content)
+        except (LookupError, RecursionError, TypeError, ValueError):
             raise ValueError("is damaged") from None
-        fits, sizes = head.get("fits", {}), head.get("sizes", {})
-        if not head or head.get("sha256") != _sha256(fits, sizes, content):
-            raise ValueError("is damaged" if head else "is no file of amptune's artifacts")
+        # the digest is no signature: who forges a head can give it one
+        are_sizes = all(type(size) is int and size >= 0 for size in sizes.values())
+        are_facts = all(isinstance(fact, str) for fact in fits.values())
+        if not (is_whole and are_facts and are_sizes and sum(sizes.values()) <= len(content)):
+            raise ValueError("is damaged")
         objects, begin = {}, 0
         for name, size in sizes.items():
             objects[name], begin = content[begin : begin + size], begin + size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ _COMPARISON = re.compile(r"\s*(>=|<=|!=|>|<)\s*([^<>=!,\s](?:[^<>=!,]*[^<>=!,\s]
 _ORDER = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 # A comparison begins with a sign, and no label's own value has one of these two.
 _SIGNED = re.compile(r"\s*[<>=!]|.*[<>]", re.DOTALL)
+# Python itself reads `1_000`, and digits of any script.
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
+_VERSION = re.compile(r"\d{1,18}(\.\d{1,18})*", re.ASCII)
 # Kubernetes marks a GPU that several containers share: it is the same GPU.
 _SHARED = "-SHARED"
 
@@ -85,12 +89,11 @@ def _implies(name: str, own: tuple[str, str], its: tuple[str, str]) -> bool:
 
 def _size(name: str, text: str) -> tuple[float, ...] | None:
     """Returns the sort key: a number, or a tuple for software versions, where 2.10 comes after 2.9; None if neither."""
-    try:
-        if not is_software_label(name):
-            return (float(text),)
-        parts = [int(part) for part in text.split(".")]
-    except ValueError:
+    if not is_software_label(name):
+        return (float(text),) if _NUMBER.fullmatch(text) and math.isfinite(float(text)) else None
+    if not _VERSION.fullmatch(text):
         return None
+    parts = [int(part) for part in text.split(".")]
     while parts and not parts[-1]:  # 2.0 equals 2
         parts.pop()
     return tuple(parts)

@@ -31,6 +31,9 @@ class Finding:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Finding:
-        """Reads what `as_dict` returns. Raises `KeyError` or `TypeError` for anything else."""
+        """Reads what `as_dict` returns. Raises `AttributeError`, `KeyError` or `TypeError` for anything else."""
         figures = {name: value for name, value in data.items() if name not in ("code", "module", "message")}
-        return Finding(code=data["code"], message=data["message"], module=data.get("module"), figures=figures)
+        code, message, module = data["code"], data["message"], data.get("module")
+        if not all(isinstance(one, str) for one in (code, message, module or "")):
+            raise TypeError("a finding's code, message and module are text")
+        return Finding(code=code, message=message, module=module, figures=figures)

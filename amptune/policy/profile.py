@@ -127,7 +127,7 @@ def useless(profile: Profile) -> Iterator[tuple[int, str | None, str]]:
         for name in never:
             yield index, name, f"no value is {profile.entries[index].match[name]}, so this entry never matches"
         general = (earlier for earlier in range(index) if not never and _covers(conditions[earlier], own))
-        for earlier in list(general)[:1]:
+        if (earlier := next(general, None)) is not None:
             yield index, None, f"entry {earlier} stands before and takes every machine that this entry matches"
 
 

@@ -6,6 +6,7 @@ keys that only a file has.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -25,12 +26,14 @@ __all__ = [
     "PolicyDocument",
     "ProfileDocument",
     "adapter_for",
+    "finite",
     "in_one_line",
     "policy_file_from",
     "policy_file_to_dict",
     "policy_from_dict",
     "policy_to_dict",
     "schema_of",
+    "text",
 ]
 
 POLICY_SCHEMA = "amptune.policy/1"
@@ -102,6 +105,20 @@ def policy_from_dict(data: Mapping[str, Any]) -> Policy:
     if former := [name for name in data if name in FORMER]:
         raise ValueError(taken_out(former[0]))
     return adapter_for(Policy).validate_python(dict(data))  # type: ignore[no-any-return]
+
+
+def finite(value: Any) -> float:
+    """Returns the number. Raises `ValueError` for anything else, and for one without a finite value."""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.60} is no finite number")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """Returns the text. Raises `ValueError` for anything else."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.60} is no text")
+    return value
 
 
 def in_one_line(error: Exception) -> str:

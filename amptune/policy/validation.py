@@ -17,8 +17,9 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from typing_extensions import is_typeddict
 
-from amptune.errors import FileFormatError, Problem
+from amptune.errors import FileFormatError, Problem, suggestion
 from amptune.policy.former_settings import FORMER, taken_out
+from amptune.policy.knobs.knob import LARGEST
 from amptune.policy.yaml_text import Document
 
 __all__ = ["validate"]
@@ -28,6 +29,8 @@ Path = tuple[str | int, ...]
 
 # Stands for a value with a problem, which is noted by then.
 _WRONG: Any = object()
+# To look for what was meant takes long.
+MOST_HINTS = 100
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _TRUTH = {"on": True, "yes": True, "off": False, "no": False}
 
@@ -83,16 +86,14 @@ class _Reader:
         return self._reject_word(("false", "true", *words), value, path)
 
     def _reject_word(self, allowed: tuple[str, ...], value: Any, path: Path) -> Any:
-        close = _nearest(str(value), allowed)
-        hint = f"; did you mean {close[0]}?" if close and close[0] != value else ""
-        return self._reject(path, f"{value!r} is not one of {', '.join(allowed)}{hint}")
+        hint = suggestion(str(value), allowed)
+        return self._reject(path, f"{value!r} is not one of {', '.join(allowed)}; {hint}".rstrip("; "))
 
     def _scalar(self, kind: type, value: Any, path: Path) -> Any:
-        if type(value) is kind:
+        if kind is int and (type(value) is int or (isinstance(value, float) and value.is_integer())):
+            return int(value) if abs(value) <= LARGEST else self._reject(path, f"{value!r} is larger than {LARGEST}")
+        if type(value) is kind and value == value:  # `.nan` is no number
             return value
-        whole = isinstance(value, float) and value.is_integer()
-        if kind is int and whole:
-            return int(value)
         if kind is float and type(value) is int:
             return float(value)
         if kind is bool and isinstance(value, str) and value in _TRUTH and self.document.is_plain(path):
@@ -115,7 +116,7 @@ class _Reader:
         if get_origin(declared) is dict:
             kinds = dict.fromkeys(value, get_args(declared)[1])
         missed = {intended for key in value if key not in kinds for intended in self._unknown(key, kinds, path)}
-        for key in (key for key in kinds if key in required - value.keys() - missed):
+        for key in (key for key in kinds if key in required and key not in value and key not in missed):
             self._note(path, f"{_dotted((*path, key))}: this key is missing")
         entries = {key: self.read(kind, value[key], (*path, key)) for key, kind in kinds.items() if key in value}
         right = {key: entry for key, entry in entries.items() if entry is not _WRONG}
@@ -125,7 +126,7 @@ class _Reader:
 
     def _unknown(self, key: str, allowed: Iterable[str], path: Path) -> list[str]:
         """Notes an unknown key, and returns the key that was probably meant."""
-        close = [] if key in FORMER else _nearest(key, allowed)
+        close = [] if key in FORMER or len(self.problems) > MOST_HINTS else _nearest(key, allowed)
         hint = f"did you mean {close[0]}? " if close else ""
         unknown = f"unknown key {key!r}; {hint}allowed here: {', '.join(allowed)}"
         message = f"{taken_out(key)}: remove the line" if key in FORMER else unknown

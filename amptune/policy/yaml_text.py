@@ -15,14 +15,14 @@ from typing import Any
 
 import yaml
 
-from amptune.errors import FileFormatError, Problem
+from amptune.errors import FileFormatError, Problem, visible
 
 __all__ = ["Document", "dump", "parse", "read"]
 
 Path_ = tuple[str | int, ...]
 
-MAX_CHARACTERS = 2_000_000
-MAX_DEPTH = 60
+# A policy of amptune's has some 5,000 characters and 400 values. These bounds keep any file's reading within seconds.
+MAX_CHARACTERS, MAX_VALUES, MAX_ENTRIES, MAX_DEPTH = 1_000_000, 100_000, 1_000, 60
 
 _BaseLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _STRING = "tag:yaml.org,2002:str"
@@ -43,6 +43,7 @@ class Document:
     data: Any
     root: yaml.Node | None = field(default=None, repr=False)
     problems: tuple[Problem, ...] = ()
+    _entries: dict[int, dict[Any, tuple[yaml.Node, yaml.Node]]] = field(default_factory=dict, repr=False, compare=False)
 
     def problem(self, path: Path_, message: str, *, key: bool = False) -> Problem:
         """Returns a problem placed at the value (or key) at `path`, or at its nearest ancestor in the file."""
@@ -59,6 +60,13 @@ class Document:
         node = self._scalar_at(path)
         return node is not None and not node.style
 
+    def _entries_of(self, node: yaml.MappingNode) -> dict[Any, tuple[yaml.Node, yaml.Node]]:
+        """Returns the nodes of each key and its value, by the key; of equal keys the first."""
+        if id(node) not in self._entries:
+            pairs = [(one.value, (one, value)) for one, value in node.value if isinstance(one, yaml.ScalarNode)]
+            self._entries[id(node)] = dict(reversed(pairs))
+        return self._entries[id(node)]
+
     def _scalar_at(self, path: Path_) -> yaml.ScalarNode | None:
         found = list(self._nodes(path))
         node = found[-1][1] if found and len(found) == len(path) else None
@@ -69,7 +77,7 @@ class Document:
         node = self.root
         for step in path:
             if isinstance(node, yaml.MappingNode):
-                found = next(((name, value) for name, value in node.value if name.value == step), None)
+                found: tuple[yaml.Node | None, yaml.Node] | None = self._entries_of(node).get(step)
             else:
                 items = node.value if isinstance(node, yaml.SequenceNode) and isinstance(step, int) else []
                 found = (None, items[step]) if isinstance(step, int) and step < len(items) else None
@@ -113,11 +121,14 @@ def parse(text: str, source: str) -> Document:
 
 
 def dump(data: Any) -> str:
-    """Returns block-style YAML, keys in the given order; strings that YAML would read otherwise are quoted."""
+    """Returns block-style YAML, keys in the given order; strings that YAML would read otherwise are quoted.
+
+    What no screen shows stands in quotes, where YAML has the escapes of Python.
+    """
     text: str = yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True, width=120
     )
-    return text
+    return visible(text)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -162,12 +173,17 @@ class _Reading:
 
     def value(self, node: yaml.Node, depth: int = 0) -> Any:
         self.size += 1 + (len(node.value) // 10 if isinstance(node, yaml.ScalarNode) else 0)
-        if self.size > MAX_CHARACTERS // 10 or depth > MAX_DEPTH:  # aliases can make a short text huge
+        if self.size > MAX_VALUES or depth > MAX_DEPTH:  # aliases can make a short text huge
             if not self.problems:
-                self._note(node, "YAML aliases expand too far; amptune never writes such a file")
+                self._note(
+                    node, f"more than {MAX_VALUES:,} values, those of aliases counted; amptune never writes such a file"
+                )
             return None
         if not node.tag.startswith("tag:yaml.org,2002:") or "python" in node.tag:
             self._note(node, f"the tag {node.tag!r} is not allowed: plain values only")
+            return None
+        if isinstance(node, yaml.CollectionNode) and len(node.value) > MAX_ENTRIES:
+            self._note(node, f"{len(node.value):,} entries: a list or a mapping has at most {MAX_ENTRIES:,}")
             return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, depth)

@@ -12,6 +12,7 @@ from amptune.policy.knobs.knob import Knob
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line, policy_from_dict
 from amptune.policy.settings import KNOBS, Policy
+from amptune.search.claim import require_figures
 from amptune.search.table.gains import FIGURES, goal_of
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import CONFIRMED, LIKELY, chance_in_words
@@ -30,6 +31,7 @@ def explain(policy_file: PolicyFile) -> tuple[str, ...]:
     """
     policy, evidence = policy_file.policy, policy_file.evidence
     with _readable():
+        require_figures(evidence)
         settings = [sentence for knob in KNOBS for sentence in knob.explained(policy)]
         return (
             *settings,

@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from amptune.errors import visible
 from amptune.measure.results.outcome import Failure
 from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded, WorkerSaid
 from amptune.search.plan.budget import Budget
@@ -109,14 +110,14 @@ class LiveDisplay:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._clock()
         if self.standing.leading:
-            yield Text(self.standing.leading, no_wrap=True, overflow="ellipsis", style="green")
+            yield Text(visible(self.standing.leading), no_wrap=True, overflow="ellipsis", style="green")
         doing = Table.grid(padding=(0, 1))
         doing.add_column()
         doing.add_column(no_wrap=True, overflow="ellipsis")
-        doing.add_row(self._spinner, Text(self.standing.doing))
+        doing.add_row(self._spinner, Text(visible(self.standing.doing)))
         yield doing
         for worker, text in sorted(self.standing.others.items()):
-            yield Text(f"worker {worker}: {text}", no_wrap=True, overflow="ellipsis", style="dim")
+            yield Text(visible(f"worker {worker}: {text}"), no_wrap=True, overflow="ellipsis", style="dim")
 
     def _clock(self) -> Table:
         total_s, spent_s = self._budget.seconds, max(0.0, self._budget.spent_s)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as escape_markup
 from importlib.resources import files
 from itertools import chain, repeat
 
+from amptune.errors import visible
 from amptune.search.table.ratio import Ratio
 
 __all__ = [
     "bullets",
     "code",
+    "escape",
     "interval",
     "key",
     "memory",
@@ -44,6 +46,11 @@ def whole_page(title: str, content: Iterable[str]) -> str:
             f"</main>\n<script>\n{script}</script>\n</body>\n</html>\n",
         ]
     )
+
+
+def escape(text: str) -> str:
+    """Returns text as HTML that shows it, what no screen shows included."""
+    return escape_markup(visible(text))
 
 
 def section(name: str, heading: str, *content: str, kind: str = "") -> str:

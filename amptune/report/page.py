@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from html import escape
 
 from amptune.policy.file_io import dumps
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
 from amptune.report.findings_section import findings_section_of, repeated
-from amptune.report.markup import code, interval, memory, note, number, section, times, whole_page
+from amptune.report.markup import code, escape, interval, memory, note, number, section, times, whole_page
 from amptune.report.numerics_section import numerics_of
 from amptune.report.plot import BEYOND, Bar, bars
 from amptune.report.settings_section import settings_of

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Literal
+
+from amptune.report.markup import escape
 
 __all__ = ["BEYOND", "Axis", "Bar", "ChartLine", "ChartMark", "Kind", "axis_for", "bars", "lines", "scatter"]
 

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from rich.console import Console
 
+from amptune.errors import visible
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.report.live_display import STAGES, LiveDisplay
 from amptune.search.events import (
@@ -84,13 +85,13 @@ def describe(event: Event) -> str | None:
 def _print_line(stream: TextIO, line: str | None) -> None:
     """Prints without rich, which writes HTML in a notebook."""
     if line is not None:
-        print(f"{line}\n", end="", file=stream, flush=True)  # in one piece: workers are told of in threads
+        print(f"{visible(line)}\n", end="", file=stream, flush=True)  # in one piece: workers are told of in threads
 
 
 def _show(console: Console, display: LiveDisplay, event: Event, *, verbose: bool) -> None:
     line = describe(event)
     if verbose and line is not None:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(visible(line), markup=False, soft_wrap=True)
     display.take(event)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from amptune.errors import visible
 from amptune.report.answer import answer_of
 from amptune.report.hardware_facts import hardware_in_lines
 from amptune.report.important_findings import important, ranked
@@ -136,7 +137,7 @@ class _Page:
 
     def as_it_is(self, text: str, style: str = "") -> None:
         """Prints one line, however long: what may be copied from the terminal gets no line break."""
-        self._console.print(Text(text, style), soft_wrap=True)
+        self._console.print(Text(visible(text), style), soft_wrap=True)
 
     def bullet(self, text: str) -> None:
         self.line(f"• {text}")

@@ -76,6 +76,8 @@ def _paths_by_module(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 def _matches(rule: ModuleRule) -> Callable[[str, nn.Module], bool]:
     names = matcher_of(rule)
+    if rule.path is not None:
+        return lambda path, _: names(path, ())
     return lambda path, module: names(path, [base.__name__ for base in type(module).__mro__])
 
 
@@ -110,12 +112,17 @@ def _ancestors(path: str) -> Iterator[str]:
         yield path
 
 
+# To look for what was meant takes long.
+MOST_HINTS = 10
+
+
 def _no_match(model: nn.Module, idle: Sequence[ModuleRule], paths: dict[nn.Module, list[str]], setting: str) -> str:
     every_path = [path for own in paths.values() for path in own if path]
     every_type = sorted({type(module).__name__ for module in paths})
     lines = [f"these rules of {setting} match no module of {type(model).__name__}:"]
-    lines += [f"  {rule.path}{_closest(rule.path, every_path)}" for rule in idle if rule.path is not None]
-    lines += [f"  type {rule.type}{_closest(rule.type, every_type)}" for rule in idle if rule.type is not None]
+    for place, rule in enumerate(idle):
+        known = (every_type if rule.path is None else every_path) if place < MOST_HINTS else ()
+        lines.append(f"  {rule}{_closest(rule.path or rule.type or '', known)}")
     lines.append(
         "A path is exact, or * stands for one name and ** for any depth; a container must hold a module that "
         "runs. `[path for path, _ in model.named_modules()]` lists the paths there are."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ __all__ = [
     "Ratios",
     "baseline_of",
     "claim_of",
+    "require_figures",
 ]
 
 # A claim may be missed by this share of it.
@@ -179,6 +181,7 @@ class Pair:
 def claim_of(policy_file: PolicyFile) -> Claim:
     """Returns the claim to verify. Raises `ClaimError` if the evidence is malformed."""
     evidence: Any = policy_file.evidence
+    require_figures(evidence)
     own_baseline, baseline = baseline_of(policy_file), evidence.get("baseline", {})
     try:
         return Claim(
@@ -194,6 +197,14 @@ def claim_of(policy_file: PolicyFile) -> Claim:
         raise ClaimError(f"evidence.objective is not what `amptune tune` writes: {error}") from error
     except (TypeError, ValueError) as error:
         raise ClaimError(f"evidence.baseline is not what `amptune tune` writes: {error}") from error
+
+
+def require_figures(evidence: Mapping[str, Any]) -> None:
+    """Raises `ClaimError` for a figure that no measurement gives: 0, less, or without end."""
+    for name in ("speedup", "gain", "step_ms", "samples_per_s", "least_speed"):
+        value = evidence.get(name, 1)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ClaimError(f"evidence is not what `amptune tune` writes: {name} is {value}, and not above 0")
 
 
 def baseline_of(policy_file: PolicyFile) -> Policy:

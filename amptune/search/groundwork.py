@@ -267,7 +267,7 @@ def _known(path: Path, key: str) -> dict[str, Sensitivity]:
         if content["key"] != key:
             return {}
         return {entry: adapter_for(Sensitivity).validate_python(one) for entry, one in content["sensed"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # missing, or written by another version
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # missing or another version's
         return {}
 
 

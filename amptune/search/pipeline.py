@@ -27,7 +27,7 @@ from amptune.search.events import Observer, StepStarted, WorkloadBuilt
 from amptune.search.gate.judge import Judge
 from amptune.search.plan.plan import Choice, Step
 from amptune.search.plan.timeline import Timeline
-from amptune.search.request import TuningRequest, require_known
+from amptune.search.request import TuningRequest, hide_from_git, require_known
 from amptune.search.space.candidates import Candidates, candidates_for
 from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.trial import error_of_baseline
@@ -210,3 +210,5 @@ def locked(folder: Path, device: str | None, ranks: int = 1) -> Iterator[None]:
             locks.close()
             if is_for_nothing:
                 shutil.rmtree(folder, ignore_errors=True)
+            else:
+                hide_from_git(folder)

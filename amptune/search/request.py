@@ -6,7 +6,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +31,10 @@ from amptune.workload.workload import Workload
 if TYPE_CHECKING:
     from amptune.search.sampler.policy_sampler import Sampler
 
-__all__ = ["TuningRequest", "place_of", "ranks_of", "require_known", "source_of", "workers_log"]
+__all__ = ["TuningRequest", "hide_from_git", "place_of", "ranks_of", "require_known", "source_of", "workers_log"]
+
+# Where studies are kept that have no place of their own.
+STUDIES = Path(".amptune")
 
 # Seconds in which a server answers, if there is one.
 REACHED_S = 10
@@ -131,9 +134,11 @@ def _require_database(url: str) -> None:
             limit = {"connect_timeout": REACHED_S} if dialect.driver.startswith("psycopg") else {}
             engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool, connect_args=limit)
             engine.connect().close()
-    except (ImportError, sqlalchemy.exc.SQLAlchemyError) as error:
+    except (ImportError, ValueError, sqlalchemy.exc.SQLAlchemyError) as error:
         kind, reason = url.partition(":")[0], first_line(error)
-        if isinstance(error, ImportError) and kind.startswith("postgresql"):
+        if isinstance(error, ValueError):  # of the only number in a URL
+            reason = "its port is no whole number"
+        elif isinstance(error, ImportError) and kind.startswith("postgresql"):
             reason += "; in a clone of amptune, pip install '.[postgres]' brings the drivers"
         raise StudyError(f"the study cannot be read or written: {reason} (--study {kind}://…)") from error
 
@@ -178,9 +183,17 @@ def workers_log() -> Iterator[Path]:
             shutil.rmtree(log.parent, ignore_errors=True)
 
 
+def hide_from_git(folder: Path) -> None:
+    """Tells git to leave out the folder of all studies, if this is one of them: they serve this machine alone."""
+    ignored = STUDIES / ".gitignore"
+    if folder.parent == STUDIES and not ignored.exists():
+        with suppress(OSError):
+            ignored.write_text("*\n")
+
+
 def place_of(study: str | Path | None, name: str) -> tuple[Path, Path | str]:
     """Returns (folder for log and locks, where the trials are kept: that folder or a database URL)."""
-    default = Path(".amptune") / re.sub(r"[^\w.-]+", "-", name).strip("-.")
+    default = STUDIES / re.sub(r"[^\w.-]+", "-", name).strip("-.")
     if study is None:
         return default, default
     if "://" in str(study):

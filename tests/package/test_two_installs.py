@@ -93,7 +93,7 @@ def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -
         "schema: amptune.profile/1\nentries:\n  - match: {kubernetes.io/arch: never}\n    policy: {}\n"
         "default: {autocast: bf16, fp32_modules: [{type: Linear}]}\n"
     )
-    tuned = re.sub(r"fp32_modules:\n(  .*\n)+|compile: .*\n", "", TUNED.read_text())  # they are for ResNet-50 and a compiler
+    tuned = re.sub(r"fp32_modules:\n(  .*\n)+|compile: .*\n", "", TUNED.read_text())  # are of ResNet-50
     (tmp_path / "tuned.yaml").write_text(tuned)
     losses = output_of(
         TRAIN

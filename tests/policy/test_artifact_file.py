@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_strategies import policies
 
-from amptune.policy.artifact_file import ArtifactFile, beside, digest_of, is_artifact_file, kept_in
+from amptune.policy.artifact_file import _START, ArtifactFile, _sha256, beside, digest_of, is_artifact_file, kept_in
 from amptune.policy.settings import Fp32Rule, Policy, Reason
 
 FILE = ArtifactFile(
@@ -35,6 +37,19 @@ WHOLE = FILE.to_bytes()
 def test_a_file_that_was_cut_or_edited_in_its_head_or_its_content_is_damaged(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"^is damaged$"):
         ArtifactFile.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, [], ["ab"], "text", {"a": None}, {"a": -1}, {"a": 10**9}, {"a": True}, {"a": [1]}]
+)
+@pytest.mark.parametrize("name", ["fits", "sizes"])
+def test_a_forged_head_is_damaged_though_it_has_the_right_digest(name: str, wrong: Any) -> None:
+    head, content = {"fits": {}, "sizes": {}, name: wrong}, b"graphs"
+    digest = _sha256(head["fits"], head["sizes"], content)
+    first = json.dumps({"schema": "amptune.artifacts/1", "sha256": digest, **head}).encode()
+    for data in (first + b"\n" + content, _START + b", 1: " + b"[" * 100_000 + b"\n"):
+        with pytest.raises(ValueError, match=r"^is damaged$"):
+            ArtifactFile.from_bytes(data)
 
 
 @pytest.mark.parametrize("data", [b"", b"\n", b"schema: amptune.policy/1\n", b"\x80\x04."])

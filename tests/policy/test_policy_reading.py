@@ -82,7 +82,7 @@ MULTIPLIED = "\n".join(
     ["a: &a [x, x, x, x, x, x, x, x, x]"]
     + [f"{c}: &{c} [{', '.join(['*' + chr(ord(c) - 1)] * 9)}]" for c in "bcdefghij"]
 )
-LONG = f"{HEAD}evidence:\n  parity:\n    a: &a {'x' * 100_000}\n    b: [{', '.join(['*a'] * 5000)}]\n"
+LONG = f"{HEAD}evidence:\n  parity:\n    a: &a {'x' * 100_000}\n    b: [{', '.join(['*a'] * 900)}]\n"
 
 
 @pytest.mark.parametrize("text", [MULTIPLIED, LONG, "a: &a [*a]"])

@@ -61,7 +61,7 @@ def test_a_killed_workers_trial_is_tried_again_at_once_on_its_machine(tmp_path: 
 WRITES = """
 import os, signal, sys
 from pathlib import Path
-from amptune.search.sampler.backend import Journal
+from amptune.search.sampler.journal import Journal
 Journal(Path(sys.argv[1]))._writing.acquire()
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -133,5 +133,5 @@ def test_half_a_line_in_the_journal_is_dropped(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "journal.log").write_text("not a journal\n")
-    with pytest.raises(StudyError, match="the study cannot be read or written"):
+    with pytest.raises(StudyError, match=r"journal\.log:1: is no record of a study"):
         tuned_on(RecordedEvaluator("resnet50"), tmp_path)

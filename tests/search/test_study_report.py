@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -58,15 +60,17 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
 # --- what a study remembers -------------------------------------------------------------------------------------------
 
 
-def test_a_row_of_another_amptune_costs_that_row(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"policy": {"autocast": "int8"}}, {"outcome": {"failed": False}}, {"moment_s": math.nan}, {"run": None}]
+)
+def test_a_row_that_cannot_be_read_is_told_with_its_line(wrong: dict[str, Any], tmp_path: Path) -> None:
     tuned_for(THROUGHPUT, tmp_path, trials=6)
-    whole, name = recall(tmp_path).rows, recall(tmp_path).name
-    study = optuna.load_study(study_name=name, storage=backend.opened(tmp_path))
-    other = whole[0].as_dict()
-    study.set_user_attr("row 1", {**other, "policy": {"autocast": "int8"}})
-    study.set_user_attr("row 2", {**other, "outcome": {"failed": False}})
-    study.set_user_attr("row 3", {"policy": other["policy"]})
-    assert recall(tmp_path).rows == whole
+    record = recall(tmp_path)
+    study = optuna.load_study(study_name=record.name, storage=backend.opened(tmp_path))
+    study.set_user_attr("row 1", {**record.rows[0].as_dict(), **wrong})
+    line = len((tmp_path / "journal.log").read_text().splitlines())
+    with pytest.raises(StudyError, match=f"journal.log:{line}: is no record of a study: "):
+        recall(tmp_path)
 
 
 def test_of_several_studies_that_which_was_tuned_last_is_taken_or_the_one_named(tmp_path: Path) -> None:

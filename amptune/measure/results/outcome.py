@@ -27,6 +27,9 @@ ENERGY_S = 0.3
 # The `exception` of a failure of the user's loader, which no policy is to blame for.
 LOADER_FAILED = "LoaderFailed"
 
+# More milliseconds, MiB or samples than any step takes.
+_IMPOSSIBLE = 1e15
+
 FailureKind = Literal["oom", "nonfinite", "unsupported", "timeout", "crash", "killed", "error"]
 
 
@@ -154,4 +157,19 @@ def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
 def outcome_from_dict(data: Mapping[str, Any]) -> Outcome:
     """Returns the outcome that `outcome_to_dict` wrote; raises `ValueError` if the data is not an outcome."""
     fields = {key: value for key, value in data.items() if key != "failed"}
-    return adapter_for(Failure if data["failed"] else Measurement).validate_python(fields)  # type: ignore[no-any-return]
+    outcome: Outcome = adapter_for(Failure if data["failed"] else Measurement).validate_python(fields)
+    if isinstance(outcome, Measurement):
+        _require_possible(outcome)
+    return outcome
+
+
+def _require_possible(one: Measurement) -> None:
+    """Raises `ValueError` for figures that no measurement can have."""
+    sizes = {"samples_per_step": (one.samples_per_step,), "step_ms": one.step_ms, "devices": (one.devices,)}
+    peaks = {name: (getattr(one, name),) for name in ("peak_allocated_mib", "peak_reserved_mib")}
+    for name, values in (sizes | peaks).items():
+        if not values or not all(0 < value < _IMPOSSIBLE for value in values):
+            raise ValueError(f"{name}: no measurement has this figure")
+    for name in ("warmup_s", "skipped_share", "startup_s", "wait_share", "host_delay", "energy_j_per_sample"):
+        if not 0 <= (getattr(one, name) or 0) < _IMPOSSIBLE:
+            raise ValueError(f"{name}: no measurement has this figure")

@@ -13,6 +13,7 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -94,6 +95,8 @@ class Followers:
         self._kills_before = kernel_oom_kills()
         # a rank's error is handled here; NCCL's own watchdog would end the process
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        if sys.platform == "linux":  # all ranks are here: nothing listens for other hosts
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         for rank in range(1, setting.ranks):
             self._fork(rank)
 
@@ -148,7 +151,10 @@ class Followers:
         """Returns the port of the store at which all ranks meet, which is opened once."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports them
 
-        self._store = self._store or TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
+        if self._store is None:  # by itself it listens on all interfaces, and trusts whoever comes
+            listener = socket.create_server((LOCALHOST, 0))
+            port, handle = listener.getsockname()[1], listener.detach()
+            self._store = TCPStore(LOCALHOST, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
         return int(self._store.port)
 
     def _trial(

@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 from amptune.policy.findings import Finding
 
-__all__ = ["TRUTH", "Knob", "Model", "Settings", "Undo", "in_file", "is_in"]
+__all__ = ["LARGEST", "TRUTH", "Knob", "Model", "Settings", "Undo", "in_file", "is_in"]
 
 # A policy, whose class stands below the knobs that it is made of; and an nn.Module: files are read without torch.
 Settings = Any
 Model = Any
 Undo = Callable[[], None]
 TRUTH = (False, True)
+# What int32 holds, and so whatever takes a count.
+LARGEST = 2**31 - 1
 
 
 def in_file(values: Iterable[str | bool]) -> str:

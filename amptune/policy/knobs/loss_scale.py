@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from amptune.policy.knobs.knob import Knob, Settings
+from amptune.policy.knobs.knob import LARGEST, Knob, Settings
 
 __all__ = ["LOSS_SCALE", "LossScale"]
+
+# The scaler holds its scale in FP32, and counts in int32 the steps since it grew.
+_SMALLEST, _LARGEST = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +34,17 @@ class LossScale:
         wrong = []
         if not self.init > 0:
             wrong.append(f"init: {self.init} is not above 0")
-        if self.growth_interval < 1:
-            wrong.append(f"growth_interval: {self.growth_interval} is not at least 1")
+        elif not _SMALLEST <= self.init <= _LARGEST:
+            wrong.append(f"init: {self.init:g} is not in the range of FP32, {_SMALLEST:.3g} to {_LARGEST:.3g}")
+        if not 1 <= self.growth_interval <= LARGEST:
+            which = "at least 1" if self.growth_interval < 1 else f"at most {LARGEST}"
+            wrong.append(f"growth_interval: {self.growth_interval} is not {which}")
         if self.max is not None and self.static:
             wrong.append("max: a static loss scale does not grow")
         elif self.max is not None and not self.max >= self.init:
             wrong.append(f"max: {self.max:g} is below init, {self.init:g}")
+        elif self.max is not None and self.max > _LARGEST:
+            wrong.append(f"max: {self.max:g} is above what FP32 holds, {_LARGEST:.3g}")
         if wrong:
             raise ValueError("\n".join(wrong))
 

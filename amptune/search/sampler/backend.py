@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,17 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
-from filelock import FileLock
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages import BaseStorage
 
 from amptune.errors import StudyError, first_line
+from amptune.search.sampler.journal import journal_storage
 from amptune.search.sampler.records import without_password
 
 __all__ = [
-    "JOURNAL",
     "SQLITE",
-    "Journal",
     "TrialGivenUpError",
     "database_at",
     "experimental",
@@ -30,7 +26,6 @@ __all__ = [
     "storage_errors",
 ]
 
-JOURNAL = "journal.log"
 # Making the tables of a database takes less than a second; beside much else, others still made them after ten.
 LOCK_S = 60
 SQLITE = "sqlite:///"
@@ -41,33 +36,12 @@ T = TypeVar("T")
 LeftS = Callable[[], float]
 
 
-class Journal(JournalFileBackend):
-    """The journal in a folder, for any number of writers on this host.
-
-    The system unlocks it when a writer's process ends; Optuna's own lock is a link that a killed writer leaves behind.
-    Nor does a writer wait for the disk, as Optuna's does some twenty times a trial: a killed one has lost nothing, and
-    a machine that loses power only the last lines.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = (folder / JOURNAL).absolute()
-        self._writing = FileLock(self._path.with_name(".lock-journal"))
-        super().__init__(str(self._path))
-
-    def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
-        with self._writing:
-            _drop_half_a_line(self._path)
-            with self._path.open("ab") as file:
-                file.write(lines.encode())
-
-
 def opened(where: Path | str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
     """Opens the journal in a folder, which is made if it is missing, or a database, as `database_at` does."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(where, Path):
         where.mkdir(parents=True, exist_ok=True)
-        return JournalStorage(Journal(where))
+        return journal_storage(where)
     return database_at(where, left_s)
 
 
@@ -87,7 +61,8 @@ def database_at(url: str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
             return storage
         except ValueError as error:  # one that Optuna does not know, or a port that is no number
             about = f"{without_password(url)} is no database that Optuna can open"
-            raise StudyError(f"{about}: {first_line(error)}") from error
+            why = "its port is no whole number" if "int()" in str(error) else first_line(error)
+            raise StudyError(f"{about}: {why}") from error
         except Exception as error:  # sqlalchemy's, which takes a second to import where no database is opened
             is_made_meanwhile = type(error).__name__ == "IntegrityError" or "already exists" in str(error)
             if not is_made_meanwhile or time.monotonic() > until_s:
@@ -132,16 +107,6 @@ def experimental() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
-
-
-def _drop_half_a_line(journal: Path) -> None:
-    """Drops half a record at the end, left by a killed writer or a full disk, which Optuna could never read past."""
-    with journal.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        if file.read() not in (b"", b"\n"):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _reason(error: BaseException) -> str:

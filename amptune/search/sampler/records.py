@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from amptune.measure.results.outcome import outcome_from_dict
 from amptune.policy.findings import Finding
-from amptune.policy.serialization import policy_from_dict, policy_to_dict
+from amptune.policy.serialization import adapter_for, finite, policy_from_dict, policy_to_dict, text
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
@@ -17,7 +18,7 @@ from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["GateRecord", "StudyRecord", "TuningRecord", "without_password"]
+__all__ = ["OF_A_TRIAL", "READERS", "GateRecord", "StudyRecord", "TuningRecord", "findings_from", "without_password"]
 
 # What a study keeps of a tuning run as it is.
 _AS_THEY_ARE = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
@@ -67,15 +68,14 @@ class TuningRecord:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        return TuningRecord(
-            **{name: data[name] for name in _AS_THEY_ARE},
-            baseline=policy_from_dict(data["baseline"]),
-            objective=Objective(data["objective"], data["least_speed"], data.get("steps")),
-            options=tuple(data["options"]),
-            arguments=tuple(data["arguments"]),
-            software=tuple(data["software"].items()),
-            valid_for=tuple(data["valid_for"].items()),
-        )
+        read = {
+            **{name: data[name] for name in (*_AS_THEY_ARE, "options", "arguments")},
+            "baseline": policy_from_dict(data["baseline"]),
+            "objective": Objective(data["objective"], data["least_speed"], data.get("steps")),
+            "software": tuple(data["software"].items()),
+            "valid_for": tuple(data["valid_for"].items()),
+        }
+        return adapter_for(TuningRecord).validate_python(read)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +120,9 @@ class GateRecord:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> GateRecord:
-        return GateRecord(
-            policy=policy_from_dict(data["policy"]),
-            passes=data["passes"],
-            used=data["used"],
-            words=data["words"],
-            worst=tuple(map(Finding.from_dict, data.get("worst", ()))),
-            losses=tuple(data.get("losses", ())),
-            losses_fp32=tuple(map(tuple, data.get("losses_fp32", ()))),
-        )
+        worst = tuple(map(Finding.from_dict, data.get("worst", ())))
+        read = {**data, "policy": policy_from_dict(data["policy"]), "worst": worst}
+        return adapter_for(GateRecord).validate_python(read)  # type: ignore[no-any-return]
 
 
 def _short(losses: Sequence[float]) -> list[float]:
@@ -172,6 +166,29 @@ class StudyRecord:
     def judgements(self) -> Judgements[GateRecord]:
         none: Judgements[GateRecord] = Judgements(self.last.baseline)
         return none.also(*self.judged)
+
+
+def findings_from(data: Iterable[Mapping[str, Any]]) -> tuple[Finding, ...]:
+    """Reads the findings of a tuning run."""
+    return tuple(map(Finding.from_dict, data))
+
+
+OF_A_TRIAL = {"policy", "outcome", "seconds", "run", "moment_s"}
+# What reads an attribute of a study or of a trial, by its name, and raises an error for what amptune does not write.
+READERS: dict[str, Callable[[Any], Any]] = {
+    "tuning": TuningRecord.from_dict,
+    "judged": GateRecord.from_dict,
+    "row": Row.from_dict,
+    "timeline": tuple,
+    "findings": findings_from,
+    "policy": policy_from_dict,
+    "outcome": outcome_from_dict,
+    "seconds": finite,
+    "moment_s": finite,
+    "run": text,
+    "worker": text,
+    "alive": finite,
+}
 
 
 def without_password(where: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,17 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.sampler.backend import JOURNAL, SQLITE, experimental, opened, storage_errors
+from amptune.search.sampler.backend import SQLITE, experimental, opened, storage_errors
+from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.leases import Leases
-from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord, without_password
+from amptune.search.sampler.records import (
+    READERS,
+    GateRecord,
+    StudyRecord,
+    TuningRecord,
+    findings_from,
+    without_password,
+)
 from amptune.search.sampler.stored_trials import distributions_of, running_in, suggest, trials_in
 from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
@@ -42,26 +50,29 @@ Handle = optuna.Trial
 class Store:
     """One study in its storage. Every method raises `StudyError` if the storage fails."""
 
-    def __init__(self, study: optuna.Study, space: Space) -> None:
-        self._study = study
+    def __init__(self, study: optuna.Study, space: Space, where: Path | str = "") -> None:
+        self._study, self._where = study, where or study.study_name
         self._leases = Leases(study)
         self.distributions = distributions_of(space)
         # Since Optuna 5 a trial stores its own constraint; before, only a sampler can.
         self._teller = None if hasattr(optuna.Trial, "set_constraint") else TPESampler(constraints_func=_violation)
 
+    def _reading(self) -> AbstractContextManager[None]:
+        return reading(self._where)
+
     def trials(self, besides: Collection[int] = ()) -> list[Trial]:
         """Returns the trials that have an outcome, in their order, except those with the numbers `besides`."""
-        with storage_errors(), _broken_records(self._study.study_name):
+        with self._reading():
             return trials_in(self._study, besides)
 
     def enqueue(self, point: Point) -> None:
         """Puts a point of the space first, for whichever worker asks next."""
-        with storage_errors():
+        with self._reading():
             self._study.enqueue_trial(dict(point))
 
     def join(self) -> None:
         """Says to other workers that this one lives, until `leave`."""
-        with storage_errors():
+        with self._reading():
             self._leases.begin()
 
     def leave(self) -> None:
@@ -70,12 +81,12 @@ class Store:
 
     def give_up_what_nobody_has(self) -> None:
         """Ends the trials of workers that are gone."""
-        with storage_errors():
+        with self._reading():
             self._leases.give_up_what_nobody_has()
 
     def ask(self, sampler: BaseSampler) -> Handle:
         """Begins a trial; it has no parameters yet."""
-        with storage_errors():
+        with self._reading():
             self._study.sampler = sampler
             handle = self._study.ask()
             self._leases.take(handle)
@@ -83,7 +94,7 @@ class Store:
 
     def settle(self, handle: Handle) -> None:
         """Gives a trial its parameters: the enqueued ones if it was enqueued, else the sampler's."""
-        with storage_errors():
+        with self._reading():
             for name, distribution in self.distributions.items():
                 suggest(handle, name, distribution)
 
@@ -94,7 +105,7 @@ class Store:
         longer than `NAMED_S`: both may then measure one policy.
         """
         until_s = time.monotonic() + NAMED_S
-        with storage_errors():
+        with self._reading():
             handle.set_user_attr("policy", policy_to_dict(policy))
             while True:
                 running = {number: one for number, one in running_in(self._study).items() if number < handle.number}
@@ -107,7 +118,7 @@ class Store:
 
     def running(self) -> set[Policy]:
         """Returns the policies that any worker is measuring."""
-        with storage_errors():
+        with self._reading():
             return {policy for policy in running_in(self._study).values() if policy is not None}
 
     def tell(self, handle: Handle, trial: Trial) -> None:
@@ -115,7 +126,7 @@ class Store:
 
         If others thought that this worker was gone, they have given the trial up: its outcome is left out.
         """
-        with storage_errors(), suppress(RuntimeError):  # Optuna's, for a trial that has ended
+        with self._reading(), suppress(RuntimeError):  # Optuna's, for a trial that has ended
             kept = {**trial.row.as_dict(), "seconds": trial.seconds}
             for name in ("outcome", "seconds", "run", "moment_s"):
                 handle.set_user_attr(name, kept[name])
@@ -127,12 +138,12 @@ class Store:
 
     def forget(self, handle: Handle) -> None:
         """Ends a trial that was not measured."""
-        with storage_errors():
+        with self._reading():
             self._study.tell(handle, state=TrialState.FAIL, skip_if_finished=True)
 
     def rows(self) -> list[Row]:
         """Returns the timings that are no trials, of all runs."""
-        with storage_errors():
+        with self._reading():
             return _rows_in(self._study.user_attrs)
 
     def note_tuning(self, tuning: TuningRecord) -> None:
@@ -152,7 +163,7 @@ class Store:
         self._note(JUDGED, hashlib.sha256(str(judged.policy).encode()).hexdigest(), judged.as_dict())
 
     def _note(self, kind: str, name: str, value: Any) -> None:
-        with storage_errors():
+        with self._reading():
             self._study.set_user_attr(f"{kind} {name}", value)
 
 
@@ -162,17 +173,17 @@ def open_store(where: Path | str, name: str, space: Space, left_s: Callable[[], 
     A database that is away is waited for while the run has time left, which `left_s` returns. Raises `StudyError` if
     the storage cannot be used.
     """
-    with experimental(), storage_errors():
+    with experimental(), reading(where):
         study = optuna.create_study(
             storage=opened(where, left_s), study_name=name, direction="maximize", load_if_exists=True
         )
-        return Store(study, space)
+        return Store(study, space, where)
 
 
 def keep_findings(where: Path | str, run: str, findings: Iterable[Finding]) -> None:
     """Records what a tuning run noticed, in the study that knows the run. Raises `StudyError` if the storage fails."""
     told = [finding.as_dict() for finding in findings]
-    with experimental(), storage_errors():
+    with experimental(), reading(where):
         storage = opened(where)
         for study in storage.get_all_studies():
             if f"{TUNING} {run}" in study.user_attrs:
@@ -193,7 +204,7 @@ def recall(where: Path | str, name: str | None = None, *, run: str | None = None
     if isinstance(where, str) and where.startswith(SQLITE) and not Path(where.removeprefix(SQLITE)).is_file():
         raise StudyError(f"there is no study in {where}: to read it would make an empty database")
     shown = without_password(str(where))
-    with experimental(), storage_errors(), _broken_records(shown):
+    with experimental(), reading(where):
         return _record_of(_chosen(opened(where), shown, name, run), shown)
 
 
@@ -224,10 +235,10 @@ def _last_tuned(study: optuna.Study) -> tuple[str, str]:
 
 def _record_of(study: optuna.Study, where: str) -> StudyRecord:
     attributes = study.user_attrs
-    kept: dict[str, dict[str, Any]] = {TUNING: {}, JUDGED: {}, TIMELINE: {}, FINDINGS: {}}
+    kept: dict[str, dict[str, Any]] = {name: {} for name in READERS}
     for key, value in attributes.items():
         kind, _, name = key.partition(" ")
-        kept.get(kind, {})[name] = value
+        kept[kind][name] = value
     tunings = sorted(map(TuningRecord.from_dict, kept[TUNING].values()), key=lambda tuning: tuning.began)
     trials = tuple(trials_in(study))
     if not trials:
@@ -246,20 +257,19 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         outside=_outside(study, trials),
         rows=tuple(_rows_in(attributes)),
         timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),
-        findings=tuple(map(Finding.from_dict, kept[FINDINGS].get(tunings[-1].run, ()))),
+        findings=findings_from(kept[FINDINGS].get(tunings[-1].run, ())),
     )
 
 
 def _rows_in(attributes: Mapping[str, Any]) -> list[Row]:
-    """Returns the rows, the oldest first; rows with settings or figures of another amptune are left out."""
+    """Returns the rows, the oldest first."""
     found, began = [], {}
     for key, value in attributes.items():
         kind, _, name = key.partition(" ")
         if kind == TUNING:
             began[name] = value["began"]
         elif kind == ROW:
-            with suppress(LookupError, TypeError, ValueError):
-                found.append(Row.from_dict(value))
+            found.append(Row.from_dict(value))
     return sorted(found, key=lambda row: (began.get(row.run, ""), row.run, row.moment_s))
 
 
@@ -270,12 +280,15 @@ def _outside(study: optuna.Study, trials: Sequence[Trial]) -> frozenset[Policy]:
 
 
 @contextmanager
-def _broken_records(where: str) -> Iterator[None]:
-    """Turns records that are no study's (a half-written file, another program's) into a `StudyError`."""
+def reading(where: Path | str) -> Iterator[None]:
+    """Turns what fails in a storage, and what stands in it and is no study's, into a `StudyError`."""
     try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
+        with storage_errors():
+            yield
+    except NO_RECORD as error:
+        if isinstance(where, Path) and (found := first_broken(where)) is not None:
+            raise found from error
         raise StudyError(
-            f"the study in {where} cannot be read, it is broken or another version of amptune wrote it: "
-            f"{in_one_line(error)}; choose another with --study"
+            f"the study in {without_password(str(where))} cannot be read, it is broken or another version of amptune "
+            f"wrote it: {in_one_line(error)}; choose another with --study"
         ) from error

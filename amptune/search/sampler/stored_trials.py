@@ -11,7 +11,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, IntD
 from optuna.trial import TrialState
 
 from amptune.measure.results.outcome import outcome_from_dict
-from amptune.policy.serialization import policy_from_dict
+from amptune.policy.serialization import finite, policy_from_dict, text
 from amptune.policy.settings import Policy
 from amptune.search.space.knobs import BATCH_SIZE, Dimension, Space
 from amptune.search.table.trial import Trial
@@ -47,19 +47,19 @@ def suggest(trial: optuna.Trial, name: str, distribution: BaseDistribution) -> N
 
 
 def trials_in(study: optuna.Study, besides: Collection[int] = ()) -> list[Trial]:
-    """Returns the trials of an Optuna study that have an outcome, except the numbers `besides`, as they ended."""
+    """Returns the complete trials of an Optuna study, except the numbers `besides`, as they ended."""
     ended = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return [
         Trial(
             number=one.number,
             policy=policy_from_dict(one.user_attrs["policy"]),
             outcome=outcome_from_dict(one.user_attrs["outcome"]),
-            seconds=one.user_attrs["seconds"],
-            run=one.user_attrs["run"],
-            moment_s=one.user_attrs["moment_s"],
+            seconds=finite(one.user_attrs["seconds"]),
+            run=text(one.user_attrs["run"]),
+            moment_s=finite(one.user_attrs["moment_s"]),
         )
         for one in sorted(ended, key=lambda one: (one.datetime_complete or datetime.max, one.number))
-        if "outcome" in one.user_attrs and one.number not in besides
+        if one.number not in besides
     ]
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from amptune.errors import SpaceError
+from amptune.errors import SpaceError, suggestion
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.float8_modules import FLOAT8_MODULES
-from amptune.policy.knobs.knob import TRUTH, in_file, is_in
+from amptune.policy.knobs.knob import LARGEST, TRUTH, in_file, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS
 
@@ -157,8 +157,7 @@ def pin(space: Space, name: str, text: str) -> Space:
     if name in FORMER:
         raise SpaceError(f"{taken_out(name)}; leave --set {name}={text} out")
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}? " if close else "use --batch-size; " if name == "batch_size" else ""
+        hint = "use --batch-size; " if name == BATCH_SIZE else suggestion(name, (*names, BATCH_SIZE))
         raise SpaceError(f"{name!r} is no knob of this search; {hint}the knobs are {', '.join(names)}")
     value = _value_of(name, text)
     knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)
@@ -212,12 +211,13 @@ SEARCHED = {knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES), key=
 def _value_of(name: str, text: str) -> Value:
     legal = SEARCHED[name].values
     if not legal:
-        if not text.isdecimal():
-            raise SpaceError(f"{name}={text}: {text!r} is no whole number")
+        if not re.fullmatch("[0-9]{1,10}", text) or int(text) > LARGEST:
+            raise SpaceError(f"{name}={text}: {text!r} is no whole number of at most {LARGEST}")
         return int(text)
     words = {str(value).lower(): value for value in legal}
     if True in legal:
         words |= {"on": True, "off": False}
     if text.lower() not in words:
-        raise SpaceError(f"{name}={text}: {text!r} is not one of {in_file(legal)}")
+        hint = suggestion(text, words)
+        raise SpaceError(f"{name}={text}: {text!r} is not one of {in_file(legal)}{hint and '; '}{hint}".rstrip())
     return words[text.lower()]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from amptune.errors import FileFormatError, Problem, SpaceError
+from amptune.errors import FileFormatError, Problem, SpaceError, suggestion
 from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
-from amptune.policy.knobs.knob import is_in
+from amptune.policy.knobs.knob import LARGEST, is_in
 from amptune.policy.serialization import adapter_for
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
@@ -29,6 +30,8 @@ from amptune.search.space.knobs import (
 __all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
 
 SPACE_SCHEMA = "amptune.space/1"
+# Every point is looked at under every rule. The largest space that comes with amptune has 38,880 points and 6 rules.
+LARGEST_SPACE = 2_000_000
 NO_TENSOR_CORES = "turing-gtx16"
 
 
@@ -72,14 +75,13 @@ def load_space(name_or_path: str | Path) -> Space:
     """Returns a space by name or file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
     own = spaces_folder() / f"{name_or_path}.yaml"
     path = own if str(name_or_path) in space_names() else Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, False for a name that no file can have
         return parse_space(read(path))
     raise SpaceError(_no_space(str(name_or_path)))
 
 
 def _no_space(name: str) -> str:
-    close = difflib.get_close_matches(name, space_names(), n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = suggestion(name, space_names())
     return f"{name!r} is no file and no space of amptune's; {hint}there are {', '.join(space_names())}"
 
 
@@ -97,9 +99,14 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
     body = validate(document, _SpaceDocument)
     chain = (*extended_by, Path(document.source).resolve())
     base = _base_of(document, body.extends, chain) if body.extends is not None else None
-    problems = list(_knob_problems(document, body))
+    problems = [*_knob_problems(document, body), *_shape_problems(document, body)]
     if not problems:
         space = _space_of(body, base)
+        points, rules = math.prod(len(knob.choices) for knob in space.knobs), len(space.forbid)
+        if points * (rules + 1) > LARGEST_SPACE:
+            most = LARGEST_SPACE // (rules + 1)
+            message = f"{points:,} points: beside {rules} rules, a space has at most {most:,}"
+            raise FileFormatError([document.problem((), message)])
         problems = list(_point_problems(document, body, space))
     if problems:
         raise FileFormatError(problems)
@@ -110,11 +117,11 @@ def _base_of(document: Document, extends: str, seen: tuple[Path, ...]) -> Space:
     """Returns the space that a document extends: amptune's own by name, or a file by its path from the document's."""
     own = spaces_folder() / f"{extends}.yaml"
     path = own if extends in space_names() else Path(document.source).parent / extends
+    if not os.path.isfile(path):
+        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
     if path.resolve() in seen:
         way = " → ".join(one.name for one in (*seen, path))
         raise FileFormatError([document.problem(("extends",), f"extends: {way} goes in a circle")])
-    if not path.is_file():
-        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
     return parse_space(read(path), seen)
 
 
@@ -171,16 +178,31 @@ def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem
         yield document.problem((), "knobs: this key is missing")
     for name, choices in (body.knobs or {}).items():
         if name not in SEARCHED:
-            message = f"unknown knob {name!r}; the knobs are {', '.join(SEARCHED)}"
+            message = f"unknown knob {name!r}; {suggestion(name, SEARCHED)}the knobs are {', '.join(SEARCHED)}"
             yield document.problem(("knobs", name), _told_if_former(name, message), key=True)
             continue
         if not choices:
             yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
+        seen: set[tuple[type, Any]] = set()
         for index, value in enumerate(choices):
             if not _is_legal(name, value):
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} is not {_legal_in_words(name)}")
-            elif is_in(value, choices[:index]):
+            elif (type(value), value) in seen:
                 yield document.problem(("knobs", name, index), f"{name}: {value!r} stands here twice")
+            else:
+                seen.add((type(value), value))
+
+
+def _shape_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
+    """Yields a problem for each list and mapping where a value is wanted; only `when` takes a list of values."""
+    points = [(("try_first", index), point) for index, point in enumerate(body.try_first or ())]
+    rules = [(("forbid", index, "when"), rule.when) for index, rule in enumerate(body.forbid or ())]
+    for path, values in (*points, *rules):
+        for name, value in values.items():
+            several = _as_tuple(value) if path[-1] == "when" else (value,)
+            if not several or any(isinstance(one, list | dict) for one in several):
+                wanted = "a value, or a list of values" if path[-1] == "when" else "a value"
+                yield document.problem((*path, name), f"{name}: {value!r} is not {wanted}")
 
 
 def _point_problems(document: Document, body: _SpaceDocument, space: Space) -> Iterator[Problem]:
@@ -209,7 +231,7 @@ def _values_outside(
 ) -> Iterator[Problem]:
     for name, values in point.items():
         if name not in choices:
-            message = f"{name!r} is no knob of this space"
+            message = f"{name!r} is no knob of this space; {suggestion(name, choices)}".removesuffix("; ").rstrip()
             yield document.problem((*path, name), _told_if_former(name, message), key=True)
             continue
         for value in _as_tuple(values):
@@ -228,7 +250,7 @@ def _is_legal(name: str, value: Any) -> bool:
     legal = SEARCHED[name].values
     if not legal:
         least = 0 if SEARCHED[name].stock == 0 else 1
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
     return is_in(value, legal)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from amptune.measure.bench.readings import OWN_LOAD
 from amptune.measure.results.loop_timing import MOST_WAITING
 from amptune.measure.results.outcome import Measurement, Outcome, outcome_from_dict, outcome_to_dict
-from amptune.policy.serialization import policy_from_dict, policy_to_dict
+from amptune.policy.serialization import finite, policy_from_dict, policy_to_dict, text
 from amptune.policy.settings import Policy
 
 __all__ = [
@@ -86,9 +86,9 @@ class Row:
         return Row(
             policy=policy_from_dict(data["policy"]),
             outcome=outcome_from_dict(data["outcome"]),
-            run=str(data["run"]),
-            launch=str(data["launch"]),
-            moment_s=float(data["moment_s"]),
+            run=text(data["run"]),
+            launch=text(data["launch"]),
+            moment_s=finite(data["moment_s"]),
         )
 
 

@@ -74,6 +74,12 @@ def assert_end(processes: list[psutil.Process]) -> None:
     assert alive == []
 
 
+def test_ranks_listen_for_this_host_alone(evaluator: WorkerEvaluator) -> None:
+    measured(evaluator)
+    sockets = [one for process in ranks_of(evaluator) for one in process.net_connections()]
+    assert {one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_loop", [False, True], ids=["batches on the device", "in the loop"])
 def test_ranks_train_on_batches_of_their_own_and_have_the_same_weights_after_each_step(

@@ -1,0 +1,177 @@
+"""The journal of a study in a folder: a record a line, checked as it is read; damage is told with its line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from amptune.errors import ObjectiveError, StudyError
+from amptune.policy.serialization import in_one_line
+from amptune.search.sampler.records import OF_A_TRIAL, READERS
+
+__all__ = ["JOURNAL", "NO_RECORD", "first_broken", "journal_storage"]
+
+JOURNAL = "journal.log"
+# Errors of reading what is no record: a wrong type, a missing key, a figure that cannot be.
+NO_RECORD = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, ObjectiveError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _are_figures(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(map(_NUMBER, value)))
+
+
+_WHOLE, _NUMBER, _TEXT, _OBJECT = _is(int), _is(int, float), _is(str), _is(dict)
+# What a record of Optuna's journal has beside its worker, by the number of its operation.
+_FORMS: tuple[dict[str, Callable[[Any], bool]], ...] = (
+    {"study_name": _TEXT, "directions": _are_figures},
+    {"study_id": _WHOLE},  # deletes it
+    {"study_id": _WHOLE, "user_attr": _OBJECT},
+    {"study_id": _WHOLE, "system_attr": _OBJECT},
+    {"study_id": _WHOLE, "datetime_start": _is(str, type(None))},
+    {"trial_id": _WHOLE, "param_name": _TEXT, "param_value_internal": _NUMBER, "distribution": _TEXT},
+    {"trial_id": _WHOLE, "state": _WHOLE, "values": _are_figures},
+    {"trial_id": _WHOLE, "step": _WHOLE, "intermediate_value": _NUMBER},
+    {"trial_id": _WHOLE, "user_attr": _OBJECT},
+    {"trial_id": _WHOLE, "system_attr": _OBJECT},
+)
+_DELETE_STUDY = 1
+_START = b'{"op_code":'
+# JSON that was cut off is wrong at its end, or from where a string begins; `\u202e` and `false` are cut as a whole.
+_CUT = len(r"\u202e")
+
+
+class Journal(JournalFileBackend):
+    """The journal in a folder, for any number of writers on this host. Raises `StudyError` with the line of damage.
+
+    The system unlocks it when a writer's process ends; Optuna's own lock is a link that a killed writer leaves behind.
+    Nor does a writer wait for the disk, as Optuna's does some twenty times a trial: a killed one has lost nothing, and
+    a machine that loses power only the last lines.
+    """
+
+    line = 0
+    """The line of the record that was read last."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = (folder / JOURNAL).absolute()
+        self._writing = FileLock(self._path.with_name(".lock-journal"))
+        # Where each record begins, in bytes and lines, the next one last; and what the records so far have made.
+        self._places = [(0, 1)]
+        self._studies: set[str] = set()
+        self._trials = 0
+        super().__init__(str(self._path))
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
+        with self._writing:
+            _end_the_last_line(self._path)
+            with self._path.open("ab") as file:
+                file.write(lines.encode())
+
+    def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
+        """Yields the records from this number on, without half a line at the end: it is being written, or cut off."""
+        begin, line = self._places[log_number_from]
+        with self._path.open("rb") as file:
+            file.seek(begin)
+            for text in file:
+                try:
+                    record = self._next(text) if text.strip() else None
+                except NO_RECORD as error:
+                    if _is_cut_off(text, error):
+                        return
+                    raise self.damaged(line, error) from error
+                self.line, begin, line = line, begin + len(text), line + text.endswith(b"\n")
+                if record is not None:
+                    self._places.append((begin, line))
+                    yield record
+
+    def _next(self, text: bytes) -> dict[str, Any]:
+        """Returns the record in a line; one before has made its study and its trial."""
+        record = _record_in(text)
+        for name, count in (("study_id", len(self._studies)), ("trial_id", self._trials)):
+            if name in record and not 0 <= record[name] < count:
+                raise ValueError(f"{name}: no record before has made {record[name]}")
+        self._trials += "study_id" in record and "datetime_start" in record
+        self._studies |= {record["study_name"]} if "study_name" in record else set()
+        return record
+
+    def damaged(self, line: int, error: Exception) -> StudyError:
+        """Returns the error that names a line."""
+        why = f"{self._path}:{line}: is no record of a study: {in_one_line(error)}"
+        return StudyError(f"{why}; mend the line or remove it, or choose another study with --study")
+
+
+def journal_storage(folder: Path) -> JournalStorage:
+    """Opens the journal of a folder. Raises `StudyError` with the first line that is no record."""
+    journal = Journal(folder)
+    try:
+        return JournalStorage(journal)
+    except NO_RECORD as error:
+        raise journal.damaged(journal.line, error) from error
+
+
+def first_broken(folder: Path) -> StudyError | None:
+    """Returns the error of the first record with content that amptune does not write; None if there is none."""
+    journal, known = Journal(folder), defaultdict[int, set[str]](set)
+    for record in journal.read_logs(0):
+        try:
+            for name, value in record.get("user_attr", {}).items():
+                READERS[name.partition(" ")[0]](value)
+                known[record.get("trial_id", -1)].add(name)
+            if record.get("state") == TrialState.COMPLETE and (lost := OF_A_TRIAL - known[record.get("trial_id", -1)]):
+                raise KeyError(f"{', '.join(sorted(lost))} of the trial that ends here")
+        except NO_RECORD as error:
+            return journal.damaged(journal.line, error)
+    return None
+
+
+def _record_in(text: bytes) -> dict[str, Any]:
+    """Returns the record in a line. Raises `ValueError` with what is wrong."""
+    record = json.loads(text.decode())
+    operation: Any = record.get("op_code") if _OBJECT(record) else None
+    if not _WHOLE(operation) or not 0 <= operation < len(_FORMS):
+        raise ValueError("it is no object with a known op_code")
+    for name, is_right in {"worker_id": _TEXT, **_FORMS[operation]}.items():
+        if not is_right(record[name]):
+            raise ValueError(f"{name}: {record[name]!r:.60} cannot stand there")
+    if operation == _DELETE_STUDY and record.keys() != {"op_code", "worker_id", "study_id"}:
+        raise ValueError("op_code: this record deletes no study")
+    return record  # type: ignore[no-any-return]  # it is an object
+
+
+def _is_cut_off(text: bytes, error: Exception) -> bool:
+    """Returns True for half a record at the end, as a killed writer or a full disk leaves it."""
+    if text.endswith(b"\n") or not isinstance(error, json.JSONDecodeError):
+        return False
+    is_at_end = error.pos >= len(text) - _CUT or error.msg.startswith("Unterminated string")
+    return is_at_end and text.startswith(_START[: len(text)])
+
+
+def _end_the_last_line(journal: Path) -> None:
+    """Ends a record that has lost its line break; drops half a record, which nobody could ever read."""
+    with journal.open("rb+") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read() in (b"", b"\n"):
+            return
+        file.seek(0)
+        content = file.read()
+        last = content.rpartition(b"\n")[2]
+        try:
+            _record_in(last)
+            file.write(b"\n")
+        except NO_RECORD:
+            file.truncate(len(content) - len(last))
