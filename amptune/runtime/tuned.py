@@ -246,11 +246,11 @@ class Tuned:
         Weights in half become FP32 again, with the value of their master, or without one their rounded value. Buffers
         get their original values, unless they were written to. An optimizer stays fused, and keeps its state.
 
-        Raises `PolicyApplyError`, with nothing undone, while something that was put over the policy is in the way.
+        Raises `PolicyApplyError`, with nothing undone, while something that was put over the policy is in the way. After
+        an interruption (Ctrl-C) another call goes on.
         """
         if self._active:
             self._undo()
-            self._active = False
             self._weights = PLAIN_WEIGHTS
             for scaler in self._scalers.values():
                 scaler.statistics, scaler.weights = None, PLAIN_WEIGHTS
@@ -259,12 +259,12 @@ class Tuned:
                 self.guard.end()
             if self.claim_watch is not None:
                 self.claim_watch.end()
+            self._active = False
 
     def _forget_guard(self) -> None:
         """Keeps what the guard found, and drops it."""
         if self.guard is not None:
-            self._findings += self.guard.findings
-        self.guard = None
+            self.guard, self._findings = None, [*self._findings, *self.guard.findings]
 
     def __enter__(self) -> Self:
         return self
