@@ -234,7 +234,7 @@ def _apply(
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
         called = graphed or compiled_model
-        guard = _guard(settings, model) if guarded else None
+        guard = _guard(settings, model, called) if guarded else None
 
     def undo() -> None:
         _require_unswappable(selected)
@@ -271,10 +271,10 @@ def _watch(claim: PolicyFile) -> ClaimWatch:
     return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=5))
 
 
-def _guard(settings: Policy, model: nn.Module) -> Guard:
+def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
     from amptune.runtime.guard.guard import Guard  # what measures has none, and importing it takes time
 
-    return Guard(settings, model)
+    return Guard(settings, model, called)
 
 
 def _graphed(model: nn.Module, steps: WayBack) -> GraphedModel:

@@ -64,7 +64,7 @@ def unscaled_by_the_scale(tuned: Tuned, optimizer: Any) -> None:
 
 
 def several_optimizers(tuned: Tuned, model: nn.Module) -> None:
-    optimizers = [*map(sgd, parts(model))]
+    optimizers = [tuned.optimizer(sgd(part)) for part in parts(model)]
     for _ in range(STEPS):
         scaled_backward(tuned)
         parts(model)[1].zero_grad(set_to_none=False)
@@ -75,7 +75,8 @@ def several_optimizers(tuned: Tuned, model: nn.Module) -> None:
 
 def a_second_loss_that_needs_no_scale(tuned: Tuned, model: nn.Module) -> None:
     """In FP32, for a part of the model with an optimizer of its own; it comes first, after an evaluation."""
-    scaled, own = sgd(parts(model)[0]), Counting(sgd(parts(model)[1]))
+    scaled, own = (tuned.optimizer(sgd(part)) for part in parts(model))
+    own = Counting(own)
     for _ in range(STEPS):
         loss_of(tuned)
         parts(model)[1](torch.randn(4, 8)).square().mean().backward()
@@ -88,7 +89,7 @@ def a_second_loss_that_needs_no_scale(tuned: Tuned, model: nn.Module) -> None:
 def another_model_beside(tuned: Tuned, model: nn.Module) -> None:
     """A GAN whose other half has no policy: backward twice, optimizers of its own, clipped and stepped as it likes."""
     critic = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
-    ours, theirs = sgd(model), sgd(critic)
+    ours, theirs = tuned.optimizer(sgd(model)), sgd(critic)
     for _ in range(STEPS):
         with tuned.autocast():
             fake = tuned.model(tuned.batch(images()))
@@ -117,7 +118,7 @@ def gradient_penalty(tuned: Tuned, optimizer: Any) -> None:
 
 def checkpointing(use_reentrant: bool) -> Loop:
     def activation_checkpointing(tuned: Tuned, model: nn.Module) -> None:
-        optimizer, (stem, head) = sgd(model), parts(model)
+        optimizer, (stem, head) = tuned.optimizer(sgd(model)), parts(model)
         for _ in range(STEPS):
             with tuned.autocast():
                 hidden = checkpoint(stem, images().requires_grad_(), use_reentrant=use_reentrant)
@@ -157,7 +158,7 @@ class Anything:
 
 
 def under(wrapper: Any) -> Loop:
-    return lambda tuned, model: train(tuned, wrapper(sgd(model)), steps=STEPS)
+    return lambda tuned, model: train(tuned, wrapper(tuned.optimizer(sgd(model))), steps=STEPS)
 
 
 class OwnScaler(torch.amp.GradScaler):
@@ -181,7 +182,7 @@ def with_scaler(kind: type[torch.amp.GradScaler]) -> Loop:
 
 
 def gradients_set_by_hand(tuned: Tuned, model: nn.Module) -> None:
-    optimizer = sgd(model)
+    optimizer = tuned.optimizer(sgd(model))
     for step in range(2 * STEPS):
         if step % 2:
             train(tuned, optimizer)
@@ -193,21 +194,21 @@ def gradients_set_by_hand(tuned: Tuned, model: nn.Module) -> None:
 
 
 def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
-    optimizer, bias, loss = sgd(model), model.get_parameter("head.bias"), loss_of(tuned)
+    optimizer, bias, loss = tuned.optimizer(sgd(model)), model.get_parameter("head.bias"), loss_of(tuned)
     loss.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tuned.scaler.scale(loss).backward()
     optimizer.zero_grad()
     scaled = tuned.scaler.scale(loss_of(tuned))
     bias.sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([bias], lr=1e-3).step()
+    tuned.optimizer(torch.optim.SGD([bias], lr=1e-3)).step()
     scaled.backward()
     finish(tuned, optimizer)
 
 
 def an_optimizer_in_each_backward(tuned: Tuned, model: nn.Module) -> None:
     """Each parameter is stepped as soon as its gradient is there, which saves the gradients' memory."""
-    optimizers = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
+    optimizers = {p: tuned.optimizer(torch.optim.SGD([p], lr=1e-3)) for p in model.parameters()}
 
     def step(parameter: torch.Tensor) -> None:
         optimizer = optimizers[parameter]  # type: ignore[index]
@@ -225,12 +226,22 @@ def an_optimizer_in_each_backward(tuned: Tuned, model: nn.Module) -> None:
 
 
 def an_overflow_that_is_mended(tuned: Tuned, model: nn.Module) -> None:
-    optimizer, bias = sgd(model), model.get_parameter("head.bias")
+    optimizer, bias = tuned.optimizer(sgd(model)), model.get_parameter("head.bias")
     for factor in (1.0, float("inf"), 1.0):
         tuned.scaler.scale(loss_of(tuned) + factor * bias.sum()).backward()
         gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
         for gradient in gradients:
             gradient.nan_to_num_(posinf=0.0, neginf=0.0)
+        finish(tuned, optimizer)
+
+
+def an_autocast_of_ones_own(tuned: Tuned, model: nn.Module) -> None:
+    """As frameworks have it."""
+    optimizer, dtype = tuned.optimizer(sgd(model)), {"fp16": torch.float16}.get(tuned.policy.autocast, torch.bfloat16)
+    for _ in range(STEPS):
+        with torch.autocast("cpu", dtype, enabled=tuned.policy.autocast != "off"):
+            loss = tuned.model(images()).float().square().mean()
+        tuned.scaler.scale(loss).backward()
         finish(tuned, optimizer)
 
 
@@ -256,7 +267,7 @@ LOOPS: list[Loop] = [
     *(checkpointing(use_reentrant=True), checkpointing(use_reentrant=False)),
     *(under(Sharpness), under(Counting), with_scaler(torch.amp.GradScaler), with_scaler(OwnScaler)),
     *(gradients_set_by_hand, a_backward_that_raised),
-    *(an_optimizer_in_each_backward, an_overflow_that_is_mended),
+    *(an_optimizer_in_each_backward, an_overflow_that_is_mended, an_autocast_of_ones_own),
 ]
 CASES = [(loop, policy) for loop in LOOPS for policy in (FP16, BF16, Policy(), FUSED)]
 CASES += [(loop, policy) for loop in (lbfgs, under(Anything)) for policy in (BF16, Policy())]
@@ -279,3 +290,21 @@ def test_several_policies_at_once_watch_their_own_models() -> None:
             for tuned, optimizer in zip((one, two, three), optimizers, strict=True):
                 train(tuned, optimizer)
         assert [codes(tuned) for tuned in (one, two, three)] == [[], [], []]
+
+
+def test_an_optimizer_that_steps_through_another_is_passed_for_both() -> None:
+    with apply(Policy(fused_optimizer=True), Net()) as tuned:
+        train(tuned, tuned.optimizer(Sharpness(sgd(tuned.model))), STEPS)
+        assert codes(tuned) == ["optimizer-not-fused"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("policy", [Policy(compile="default"), Policy(cuda_graphs=True), Policy(cuda_graphs="step")])
+def test_what_the_policy_compiles_may_be_called_by_another_or_in_a_recorded_step(policy: Policy) -> None:
+    """DistributedDataParallel calls it as a Sequential does."""
+    with apply(policy, Net()) as tuned, torch.compiler.set_stance("force_eager"):
+        around = None if policy.cuda_graphs == "step" else nn.Sequential(tuned.model)
+        step = tuned.training_step(lambda model, x: model(x).square().mean(), sgd(tuned.model), model=around)
+        for _ in range(STEPS):
+            step(images())
+        assert "model-not-called" not in codes(tuned)
