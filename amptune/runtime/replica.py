@@ -23,9 +23,7 @@ def replica_of(module: nn.Module, **own: Any) -> nn.Module:
 
 def note_attributes(replica: nn.Module, module: nn.Module, before: Mapping[str, Any]) -> None:
     """Gives the module what a pass set as attributes of its replica, which had those `before`."""
-    for name, value in vars(replica).items():
-        if name not in before or before[name] is not value:
-            vars(module)[name] = value
+    vars(module).update({name: one for name, one in vars(replica).items() if before.get(name, before) is not one})
 
 
 def replica_with_buffers(
@@ -33,13 +31,9 @@ def replica_with_buffers(
 ) -> nn.Module:
     """Returns a replica in which modules have these buffers; the module itself if it holds none of them."""
     if module not in known:
-        inner = {
-            name: child if child is None else replica_with_buffers(child, buffers, known)
-            for name, child in module._modules.items()
-        }
-        if module in buffers or any(inner[name] is not child for name, child in module._modules.items()):
+        known[module] = module
+        inner = {name: one and replica_with_buffers(one, buffers, known) for name, one in module._modules.items()}
+        if module in buffers or any(inner[name] is not one for name, one in module._modules.items()):
             own = {**module._buffers, **buffers.get(module, {})}
             known[module] = replica_of(module, _modules=inner, _buffers=own)
-        else:
-            known[module] = module
     return known[module]

@@ -13,8 +13,6 @@ from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 if TYPE_CHECKING:
     from amptune.policy.settings import Policy
     from amptune.runtime.batch_norm import FiniteStatistics
-    from amptune.runtime.guard.guard import Guard
-    from amptune.runtime.guard.step_watch import StepWatch
 
 __all__ = ["PolicyScaler", "has_scaler", "scaler_for"]
 
@@ -35,11 +33,11 @@ class PolicyScaler(torch.amp.GradScaler):
 
     statistics: FiniteStatistics | None = None
     weights: WeightHook = PLAIN_WEIGHTS
-    guard: Guard | None = None
+    guard: Any = None  # a `Guard`, which is no part of what scales a loss
     policy_scale: LossScale = LossScale()
 
     @property
-    def _watch(self) -> StepWatch | None:
+    def _watch(self) -> Any:
         """The guard's. A compiled graph does not even read it, and so stays when the guard goes."""
         return None if torch.compiler.is_compiling() or self.guard is None else self.guard.step_watch
 
@@ -68,7 +66,7 @@ class PolicyScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)
-        if self._watch is not None and self.guard is not None:
+        if self._watch is not None:
             self.guard.end_when_due()
         if not self.is_enabled():
             return

@@ -285,7 +285,8 @@ class Tuned:
     def _forget_guard(self) -> None:
         """Keeps what the guard found, and drops it."""
         if self.guard is not None:
-            self.guard, self._findings = None, [*self._findings, *self.guard.findings]
+            found = self.guard.findings
+            self.guard, self._findings = None, [*self._findings, *found]
 
     def __enter__(self) -> Self:
         return self

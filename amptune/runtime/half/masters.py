@@ -76,12 +76,12 @@ class MasterWeights:
         self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
-        own = vars(optimizer)
-        if "step" in own and own["step"] is self._step():  # a scheduler made later may hold it
-            if (former := own["step"].former) is None:
+        own, step = vars(optimizer), self._step()
+        if step is not None and own.get("step") is step:  # a scheduler made later may hold it
+            if step.former is None:
                 del own["step"]
             else:
-                own["step"] = former
+                own["step"] = step.former
 
     def recover(self, optimizer: torch.optim.Optimizer) -> None:
         """Ends a step that raised: the weights become the masters as far as the step came, rounded."""

@@ -116,15 +116,21 @@ MISTAKES = [
 ]
 
 
+def of_the_guard(said: list[Any]) -> list[Any]:
+    """Without PyTorch's own deprecations, which its compiler meets."""
+    return [one for one in said if one.category is PolicyMisuseWarning or "torch" not in one.filename]
+
+
 @pytest.mark.parametrize(
     ("loop", "code", "words", "policy"), [(*one, policy) for *one, policies in MISTAKES for policy in policies]
 )
 def test_the_guard_says_once_what_pytorch_does_not(loop: Loop, code: str, words: str, policy: Policy) -> None:
-    assert run(loop, policy, guard=False)[1] == []
-    tuned, (warning,) = run(loop, policy)
+    assert of_the_guard(run(loop, policy, guard=False)[1]) == []
+    tuned, said = run(loop, policy)
+    (warning,) = of_the_guard(said)
     (found,) = (one for one in tuned.findings if one.code != "cuda-graphs-without-effect")
     assert (found.code, words in str(found)) == (code, True)
-    assert (warning.category, str(warning.message)) == (PolicyMisuseWarning, str(found))
+    assert str(warning.message) == str(found)
     assert (warning.filename, warning.lineno) == (__file__, line_of_the_mistake(loop))
 
 
