@@ -76,7 +76,8 @@ class MasterWeights:
         self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
-        own, step = vars(optimizer), self._step()
+        own: dict[str, Any] = vars(optimizer)
+        step: Any = self._step()
         if step is not None and own.get("step") is step:  # a scheduler made later may hold it
             if step.former is None:
                 del own["step"]
