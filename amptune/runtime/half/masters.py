@@ -77,8 +77,8 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         own: dict[str, Any] = vars(optimizer)
-        step: Any = self._step()
-        if step is not None and own.get("step") is step:  # a scheduler made later may hold it
+        if "step" in own and own["step"] is self._step():  # a scheduler made later may hold it
+            step: Any = own["step"]
             if step.former is None:
                 del own["step"]
             else:
