@@ -245,7 +245,7 @@ class _WatchedStep:
             restored = model(images * (1 - share).sqrt() + noise * share.sqrt(), times)
             loss = functional.mse_loss(restored.float(), noise)
         if self._is_usual(loss.item()):
-            tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+            tuned.scaler.scale(loss).backward()  # torch has not typed it
             tuned.scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), _MOST_GRADIENT)
             tuned.scaler.step(optimizer)

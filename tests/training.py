@@ -50,7 +50,7 @@ def train_plainly(policy: Policy, model: Net, data: Sequence[Batch]) -> list[flo
             optimizer.zero_grad()
             with tuned.autocast():
                 loss = nn.functional.cross_entropy(tuned.model(tuned.batch(x)), y)
-            tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(loss).backward()
             tuned.scaler.step(optimizer)
             tuned.scaler.update()
             losses.append(loss.item())

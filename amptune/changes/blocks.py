@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+
+from amptune.changes.flags import hold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
@@ -15,6 +18,7 @@ __all__ = ["compile_blocks", "holds_compiled", "repeated_blocks", "repeated_leav
 
 # Where `Module.compile` keeps what it makes.
 _COMPILED = "_compiled_call_impl"
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -59,21 +63,23 @@ def compile_blocks(model: nn.Module) -> Callable[[], None]:
     kinds = repeated_blocks(model)
     blocks = [block for alike in kinds.values() for block in alike]
     before = {block: {name: made for name, made in vars(block).items() if name == _COMPILED} for block in blocks}
-    limit, most = config.recompile_limit, config.accumulated_recompile_limit
-    config.recompile_limit = limit * max(1, len(kinds))
-    config.accumulated_recompile_limit = most * max(1, len(kinds))
+    limits_back = [_raised(config, name, max(1, len(kinds))) for name in _LIMITS]
     warn_again = _without_warning_of_gradients()
     for block in blocks:
         block.compile(dynamic=False)
 
     def undo() -> None:
-        config.recompile_limit, config.accumulated_recompile_limit = limit, most
-        warn_again()
+        for back in (*limits_back, warn_again):
+            back()
         for block, made in before.items():
             vars(block).pop(_COMPILED, None)
             vars(block).update(made)
 
     return undo
+
+
+def _raised(config: Any, name: str, factor: int) -> Callable[[], None]:
+    return hold(name, factor * getattr(config, name), partial(getattr, config, name), partial(setattr, config, name))
 
 
 def _without_warning_of_gradients() -> Callable[[], None]:

@@ -1,18 +1,21 @@
-"""The process-wide switches of FP32 math: set together, and restored exactly."""
+"""Settings of the whole process, such as the switches of FP32 math: several policies may hold one at a time."""
 
 from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["set_fp32_math"]
+__all__ = ["before", "hold", "is_held", "set_fp32_math"]
+
+# By the name of a setting: its value before the first policy, then that of each policy, each in a list of its own.
+_held: dict[str, list[list[Any]]] = {}
 
 # PyTorch 2.9 and later store FP32 math twice: in older switches (set_float32_matmul_precision, allow_tf32), and in a
 # tree of fp32_precision settings, in which "none" follows the parent. Reading an older switch raises if the two
@@ -35,20 +38,51 @@ _WANTED = {
 _OLDER_NAME = {"ieee": "highest", "tf32": "high"}
 
 
+def hold(name: str, value: Any, read: Callable[[], Any], write: Callable[[Any], object]) -> Callable[[], None]:
+    """Sets a setting of the process, and returns a function that undoes it. The last of several policies has its way.
+
+    When all are undone, in whatever order, the setting is as it was before the first. An undo that was interrupted may
+    be called again.
+    """
+    values, own = _held.setdefault(name, []), [value]
+
+    def undo() -> None:
+        if any(one is own for one in values):
+            rest = [one for one in values if one is not own]
+            if values[-1] is own:
+                write(rest[-1][0])
+            values[:] = rest if len(rest) > 1 else []
+
+    values += [own] if values else [[read()], own]
+    try:
+        write(value)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def is_held(name: str) -> bool:
+    """Returns True while a policy holds the setting."""
+    return bool(_held.get(name))
+
+
+def before(name: str, read: Callable[[], Any]) -> Any:
+    """Returns the setting as it is without any policy."""
+    return _held[name][0][0] if is_held(name) else read()
+
+
 def set_fp32_math(math: str) -> Callable[[], None]:
     """Sets the precision of FP32 matrix products, convolutions and RNNs; changes nothing if it is set already."""
     matmul, cudnn = _WANTED[math]
-    if _holds(matmul, cudnn):
+    if _holds(matmul, cudnn) and not is_held("fp32_math"):
         return _nothing
-    before = _state()
-    _set(
-        _Fp32State(
-            matmul_precision=_OLDER_NAME[matmul],
-            cudnn_allow_tf32=cudnn == "tf32",
-            leaves={("cuda", "matmul"): matmul, ("cuda", "conv"): cudnn, ("cuda", "rnn"): cudnn},
-        )
+    wanted = _Fp32State(
+        matmul_precision=_OLDER_NAME[matmul],
+        cudnn_allow_tf32=cudnn == "tf32",
+        leaves={("cuda", "matmul"): matmul, ("cuda", "conv"): cudnn, ("cuda", "rnn"): cudnn},
     )
-    return lambda: _set(before)
+    return hold("fp32_math", wanted, _state, _set)
 
 
 def _nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -23,6 +22,7 @@ from amptune.runtime.module_precision import changes_of
 from amptune.runtime.policy_argument import kind_of, read_policy
 from amptune.runtime.ranks import Ranks, world_size
 from amptune.runtime.tuned import Tuned
+from amptune.runtime.way_back import WayBack
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ __all__ = ["PolicyDriftWarning", "apply"]
 
 _GUARD = "AMPTUNE_GUARD"
 
-_under_a_policy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_under_a_policy: weakref.WeakKeyDictionary[nn.Module, Policy] = weakref.WeakKeyDictionary()
 
 
 class PolicyDriftWarning(UserWarning):
@@ -85,7 +85,7 @@ def apply(
     if selected or settings.memory_format != "contiguous" or settings.cuda_graphs:
         _require_unsharded(model)
     weights = _weights(settings, model, selected)
-    drift = (*drift, *load_artifacts(artifacts, policy, model))
+    drift = (*drift, *load_artifacts(artifacts, policy, model), *_of_other_models(settings))
     for finding in drift:
         warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2)
     findings = (*drift, *(finding for knob in KNOBS for finding in knob.idle(settings, model)))
@@ -161,6 +161,19 @@ def _of_other_ranks(policy_file: PolicyFile) -> Iterator[Finding]:
         yield Finding(code="drift", message=f"{message}; its claim may not hold", figures=figures)
 
 
+def _of_other_models(settings: Policy) -> Iterator[Finding]:
+    """Yields a finding for each setting of the process that this policy changes under a model with another one."""
+    for knob in (knob for knob in KNOBS if knob.is_global):
+        for other, policy in _under_a_policy.items():
+            if knob.of(policy) != knob.of(settings):
+                message = (
+                    f"{knob.name} is set for the whole process: from now on it is {knob.of(settings)} for "
+                    f"{type(other).__name__} too, whose policy says {knob.of(policy)}"
+                )
+                yield Finding(code="set-for-other-models", message=message)
+                break
+
+
 def _not_judged(policy_file: PolicyFile) -> Iterator[Finding]:
     """Yields a finding for a policy that the numerics gate did not judge."""
     evidence = policy_file.evidence
@@ -207,26 +220,25 @@ def _apply(
     protect_batch_norm: bool,
     origin: str,
 ) -> Tuned:
-    with ExitStack() as steps:  # takes every step back if a later one fails
-        _under_a_policy.add(model)
-        steps.callback(_under_a_policy.discard, model)
+    with WayBack() as steps:
+        _under_a_policy[model] = settings
+        steps.add(_under_a_policy.pop, model, None)
         for knob in KNOBS:
-            steps.callback(knob.apply(knob.of(settings), model))
+            steps.add(knob.apply(knob.of(settings), model))
         for one, change in selected:
             swap(one.module, change)
-            steps.callback(unswap, one.module)
+            steps.add(unswap, one.module)
+        steps.add(weights.undo)
         weights.convert()
-        steps.callback(weights.undo)
         compiled_model = compiled(settings.compile, model, steps)
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
         called = graphed or compiled_model
-        guard = _guard(settings, model) if guarded else None
-        way_back = steps.pop_all()
+        guard = _guard(settings, model, called) if guarded else None
 
     def undo() -> None:
         _require_unswappable(selected)
-        way_back.close()
+        steps.go()
 
     statistics = FiniteStatistics(model) if protect_batch_norm and settings.scales_loss else None
     return Tuned(
@@ -259,24 +271,24 @@ def _watch(claim: PolicyFile) -> ClaimWatch:
     return ClaimWatch(claim, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=5))
 
 
-def _guard(settings: Policy, model: nn.Module) -> Guard:
+def _guard(settings: Policy, model: nn.Module, called: nn.Module) -> Guard:
     from amptune.runtime.guard.guard import Guard  # what measures has none, and importing it takes time
 
-    return Guard(settings, model)
+    return Guard(settings, model, called)
 
 
-def _graphed(model: nn.Module, steps: ExitStack) -> GraphedModel:
+def _graphed(model: nn.Module, steps: WayBack) -> GraphedModel:
     from amptune.runtime.graphs.graphed_model import GraphedModel  # few trainings have one, and importing it takes time
 
     graphed = GraphedModel(model, lambda finding: warnings.warn(str(finding), PolicyDriftWarning, stacklevel=2))
-    steps.callback(graphed.recordings.end)
+    steps.add(graphed.recordings.end)
     return graphed
 
 
-def _whole_step(graphed: GraphedModel, steps: ExitStack) -> WholeStep:
+def _whole_step(graphed: GraphedModel, steps: WayBack) -> WholeStep:
     from amptune.runtime.graphs.recorded_step import WholeStep  # as above
 
-    steps.callback((whole_step := WholeStep(graphed.recordings)).end)
+    steps.add((whole_step := WholeStep(graphed.recordings)).end)
     return whole_step
 
 

@@ -21,6 +21,7 @@ from amptune.errors import PolicyApplyError
 from amptune.runtime.float8 import float8_attributes, no_float8_linear_because
 from amptune.runtime.gradient_dtype import take_gradients_as_they_come
 from amptune.runtime.recomputed import recomputed_forward_of
+from amptune.runtime.replica import note_attributes, replica_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -210,12 +211,12 @@ def _half_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
         weights = {name: _to_half(weight, dtype) for name, weight in self.named_parameters(recurse=False)}
         if torch.compiler.is_compiling():
             return _run_compiled(on, torch.func.functional_call, (self, weights, args, kwargs), {})
-        own = self._parameters
-        self._parameters = weights  # type: ignore[assignment]  # functional_call does so too, at many times the cost
+        replica = replica_of(self, _parameters=weights)
+        before = dict(vars(replica))
         try:
-            return _run_eager(on, cls.forward, (self, *args), kwargs)
+            return _run_eager(on, cls.forward, (replica, *args), kwargs)
         finally:
-            self._parameters = own
+            note_attributes(replica, self, before)
 
     return forward
 

@@ -10,11 +10,11 @@ from amptune.changes.blocks import compile_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import ExitStack
 
     from torch import nn
 
     from amptune.policy.settings import CompileMode
+    from amptune.runtime.way_back import WayBack
 
 __all__ = ["compiled"]
 
@@ -24,18 +24,18 @@ __all__ = ["compiled"]
 _AUTOCAST_IN_GRAPHS = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
 
-def compiled(mode: CompileMode, model: nn.Module, steps: ExitStack) -> nn.Module:
+def compiled(mode: CompileMode, model: nn.Module, steps: WayBack) -> nn.Module:
     """Returns the compiled model. torch.compile sets attributes on `model`, which `steps` removes again."""
     if mode == "off":
         return model
-    steps.callback(_cache_graphs_with_autocast())
+    steps.add(_cache_graphs_with_autocast())
     if mode == "blocks":
-        steps.callback(compile_blocks(model))
+        steps.add(compile_blocks(model))
         return model
     before = set(vars(model))
     whole = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))
     for mark in vars(model).keys() - before:
-        steps.callback(vars(model).pop, mark, None)
+        steps.add(vars(model).pop, mark, None)
     return whole
 
 

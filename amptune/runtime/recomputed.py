@@ -16,6 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from amptune.changes.blocks import holds_compiled
+from amptune.runtime.replica import replica_with_buffers
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -37,21 +40,25 @@ def recomputed_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
             own = given[len(devices) :]
             named = dict(zip(kwargs, own[count:], strict=True))
             # A compiled graph writes to buffers once. What the compiler cannot trace is run without it, whole.
-            around = nullcontext() if torch.compiler.is_compiling() else _around(passes, self)
-            with around:
+            if torch.compiler.is_compiling():
                 return cls.forward(self, *own[:count], **named)
+            module, around = _around(passes, self)
+            with around:
+                return cls.forward(module, *own[:count], **named)
 
         return checkpoint(run, *devices, *args, *kwargs.values(), use_reentrant=False)
 
     return forward
 
 
-def _around(passes: list[_Buffers], module: nn.Module) -> _Buffers | _Lent:
-    """Returns the context of the forward pass, which comes first and is noted, or of one that computes it again."""
-    if passes:
-        return passes[0].lent()
-    passes.append(_Buffers(module))
-    return passes[0]
+def _around(passes: list[_Buffers], module: nn.Module) -> tuple[nn.Module, _Buffers | _Lent | nullcontext[None]]:
+    """Returns what runs, and in which context: the forward pass, which comes first, or one that computes it again."""
+    if not passes:
+        passes.append(_Buffers(module))
+        return module, passes[0]
+    if holds_compiled(module):  # what is compiled belongs to one object
+        return module, passes[0].lent()
+    return passes[0].replica_of(module), nullcontext()
 
 
 def _devices_of(module: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -77,6 +84,11 @@ class _Buffers:
             if isinstance(holder, _NormBase) or not _are_same(_state(holder), state):
                 self._before.append((holder, copies))
         del self._holders, self._states, self._copies  # with what did not change
+
+    def replica_of(self, module: nn.Module) -> nn.Module:
+        """Returns a replica of the module that has copies of these buffers."""
+        copies = {holder: {name: one.clone() for name, one in held.items()} for holder, held in self._before}
+        return replica_with_buffers(module, copies, {})
 
     def lent(self) -> _Lent:
         return _Lent(self._before)

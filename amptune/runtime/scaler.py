@@ -27,19 +27,47 @@ class PolicyScaler(torch.amp.GradScaler):
     Such a run saves an empty state, which an enabled GradScaler refuses to load. (A disabled one ignores any state.)
     It loads the result of `apex.amp.state_dict()` too. The policy may give the scale a maximum, and decides if the
     scale moves, whatever is loaded; a step that overflows is always skipped. Each update makes `statistics`, if
-    there are any, finite. With half `weights`, half gradients are accepted.
+    there are any, finite. With half `weights`, half gradients are accepted. A `guard` is told of all but what
+    torch.compile traces.
     """
 
     statistics: FiniteStatistics | None = None
     weights: WeightHook = PLAIN_WEIGHTS
+    guard: Any = None  # a `Guard`, which is no part of what scales a loss
     policy_scale: LossScale = LossScale()
+
+    @property
+    def _watch(self) -> Any:
+        """The guard's. A compiled graph does not even read it, and so stays when the guard goes."""
+        return None if torch.compiler.is_compiling() or self.guard is None else self.guard.step_watch
+
+    def scale(self, outputs: Any) -> Any:
+        scaled = super().scale(outputs)
+        if (watch := self._watch) is not None and self.is_enabled():
+            watch.after_scale(scaled)
+        return scaled
+
+    def get_scale(self) -> float:
+        if (watch := self._watch) is not None:
+            watch.scale_was_asked = True
+        return super().get_scale()
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        if (watch := self._watch) is not None:
+            watch.before_unscale(optimizer)
+        super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         self.weights.require_masters(optimizer)
+        if (watch := self._watch) is not None:
+            watch.before_unscale(optimizer)
+            watch.before_scaler_step(optimizer, has_closure=bool(args or kwargs))
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         super().update(new_scale)
+        if self._watch is not None:
+            self.guard.end_when_due()
         if not self.is_enabled():
             return
         if self.policy_scale.max is not None and self._scale is not None:
@@ -72,8 +100,8 @@ class PolicyScaler(torch.amp.GradScaler):
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16 or self.weights.in_half)
 
     def __getstate__(self) -> dict[str, Any]:
-        # both belong to one model, and not to a copy of the scaler
-        return {**super().__getstate__(), "statistics": None, "weights": PLAIN_WEIGHTS}
+        # they belong to one model, and not to a copy of the scaler
+        return {**super().__getstate__(), "statistics": None, "weights": PLAIN_WEIGHTS, "guard": None}
 
 
 def has_scaler(policy: Policy) -> bool:
@@ -82,12 +110,12 @@ def has_scaler(policy: Policy) -> bool:
     return policy.scales_loss and not (scale.static and scale.init == 1)
 
 
-def scaler_for(policy: Policy, device_type: str, kind: type[PolicyScaler] = PolicyScaler) -> PolicyScaler:
+def scaler_for(policy: Policy, device_type: str) -> PolicyScaler:
     """Returns the policy's loss scaler, disabled unless fp16 gradients need scaling: bf16 has the range of FP32."""
     scale = policy.loss_scale or LossScale()
     if not has_scaler(policy):
-        return kind(device_type, enabled=False)
-    scaler = kind(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
+        return PolicyScaler(device_type, enabled=False)
+    scaler = PolicyScaler(device_type, init_scale=scale.init, growth_interval=scale.growth_interval)
     scaler.policy_scale = scale
     if scale.static:  # GradScaler's __init__ does not accept a growth factor of 1
         scaler.set_growth_factor(1.0)

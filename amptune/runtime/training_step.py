@@ -86,7 +86,7 @@ class RecipeStep:
 
     def _backward(self, loss: torch.Tensor) -> None:
         part = loss / self._recipe.accumulate
-        self._recipe.scaler.scale(part).backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+        self._recipe.scaler.scale(part).backward()
 
     def _update(self) -> None:
         if self.before_update is not None:

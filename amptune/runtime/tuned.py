@@ -30,11 +30,23 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.graphed_model import GraphedModel
     from amptune.runtime.graphs.recorded_step import WholeStep
     from amptune.runtime.guard.guard import Guard
+    from amptune.runtime.guard.step_watch import StepWatch
     from amptune.runtime.ranks import Ranks
 
 __all__ = ["AUTOCAST_DTYPES", "Tuned"]
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _WatchedAutocast(torch.amp.autocast):
+    """PyTorch's autocast, which tells the guard's watch when training enters it."""
+
+    watch: StepWatch | None = None
+
+    def __enter__(self) -> Any:
+        if self.watch is not None and torch.is_grad_enabled():
+            self.watch.autocast_is_used()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
 
 class Tuned:
@@ -110,14 +122,19 @@ class Tuned:
             if self._ranks is not None and not self._have_ranks_agreed:
                 self._have_ranks_agreed = self._ranks.are_done()
             if self.guard is not None:
-                self.guard.autocast_used()
+                self.guard.end_when_due()
             if self.claim_watch is not None:
                 self.claim_watch.pass_begins(device_type)
             if self._whole_step is not None:
                 self._whole_step.look()
         dtype = AUTOCAST_DTYPES.get(self.policy.autocast) if self._active else None
         enabled = dtype is not None
-        return torch.amp.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        options: Any = {"dtype": dtype, "enabled": enabled, "cache_enabled": cache_enabled}
+        if torch.compiler.is_compiling() or self.guard is None:
+            return torch.amp.autocast(device_type, **options)
+        watched = _WatchedAutocast(device_type, **options)
+        watched.watch = self.guard.step_watch
+        return watched
 
     @property
     def scaler(self) -> PolicyScaler:
@@ -145,6 +162,8 @@ class Tuned:
         self._weights.serve(optimizer)
         if self.policy.fused_optimizer:
             self._fuse(optimizer)
+        if self.guard is not None:
+            self.guard.step_watch.served |= {id(one) for group in optimizer.param_groups for one in group["params"]}
         if self.claim_watch is not None:
             self.claim_watch.follow(optimizer)
         return optimizer
@@ -190,6 +209,8 @@ class Tuned:
             )
         if self._whole_step is None or not self._active:
             return RecipeStep(self, loss, optimizer, clip, model)
+        if self.guard is not None:
+            self.guard.step_watch.calls.append(True)  # the recorded step calls what is in tuned.model
         return self._whole_step.of(self, loss, optimizer, clip, model)
 
     @property
@@ -247,10 +268,10 @@ class Tuned:
         get their original values, unless they were written to. An optimizer stays fused, and keeps its state.
 
         Raises `PolicyApplyError`, with nothing undone, while something that was put over the policy is in the way.
+        After an interruption (Ctrl-C) another call goes on.
         """
         if self._active:
             self._undo()
-            self._active = False
             self._weights = PLAIN_WEIGHTS
             for scaler in self._scalers.values():
                 scaler.statistics, scaler.weights = None, PLAIN_WEIGHTS
@@ -259,12 +280,13 @@ class Tuned:
                 self.guard.end()
             if self.claim_watch is not None:
                 self.claim_watch.end()
+            self._active = False
 
     def _forget_guard(self) -> None:
         """Keeps what the guard found, and drops it."""
         if self.guard is not None:
-            self._findings += self.guard.findings
-        self.guard = None
+            found = self.guard.findings
+            self.guard, self._findings = None, [*self._findings, *found]
 
     def __enter__(self) -> Self:
         return self
@@ -275,7 +297,9 @@ class Tuned:
         self.undo()
 
     def _new_scaler(self, device_type: str) -> PolicyScaler:
-        scaler = scaler_for(self.policy, device_type) if self.guard is None else self.guard.watched_scaler(device_type)
+        scaler = scaler_for(self.policy, device_type)
+        if self.guard is not None:
+            self.guard.follow(scaler)
         if self._active:
             scaler.statistics, scaler.weights = self._statistics, self._weights
         return scaler

@@ -28,7 +28,7 @@ def in_a_loop(policy: Policy, model: Net, _: Path) -> None:
         for at, (x, y) in enumerate(batches(), 1):
             with tuned.autocast():
                 loss = loss_of(tuned.model, x, y) / policy.accumulate
-            tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(loss).backward()
             if at % policy.accumulate == 0:
                 tuned.step(optimizer, clip=CLIP)
                 optimizer.zero_grad()

@@ -35,7 +35,7 @@ def gradients(tuned: Tuned, model: Net, forward: Any, batch: Any) -> Tensors:
     model.zero_grad()
     with tuned.autocast():
         loss = nn.functional.cross_entropy(forward(batch[0]), batch[1])
-    tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    tuned.scaler.scale(loss).backward()
     tuned.scaler.unscale_(torch.optim.SGD(model.parameters()))
     tuned.scaler.update()
     return {name: _whole(parameter.grad).cpu() for name, parameter in model.named_parameters()}
@@ -120,7 +120,7 @@ def _trained_with_o2(batch: Any, device: torch.device) -> tuple[list[float], Ten
     for i in range(20):
         with nullcontext() if i % 2 else parallel.no_sync():
             loss = nn.functional.cross_entropy(parallel(batch[0]), batch[1])
-            tuned.scaler.scale(loss / 2).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(loss / 2).backward()
         losses.append(loss.item())
         if i % 2:
             tuned.scaler.unscale_(optimizer)

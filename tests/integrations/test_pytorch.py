@@ -135,7 +135,7 @@ def resumed(policy: Policy, state: dict[str, Any] | None, data: list[Batch]) -> 
         for x, y in data:
             with tuned.autocast():
                 loss = nn.functional.cross_entropy(tuned.model(x), y)
-            tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(loss).backward()
             tuned.scaler.step(optimizer)
             tuned.scaler.update()
             optimizer.zero_grad()

@@ -47,7 +47,7 @@ def written_out(policy: Policy, data: Sequence[Batch], clip: float | None) -> Tr
             with tuned.autocast():
                 loss = loss_of(tuned.model, tuned.batch(batch))
                 part = loss / tuned.accumulate
-            tuned.scaler.scale(part).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(part).backward()
             if (i + 1) % tuned.accumulate == 0:
                 if clip is not None:
                     tuned.scaler.unscale_(optimizer)

@@ -61,7 +61,8 @@ def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:
                 if guard.step_watch.most_steps >= WATCHED_STEPS:
                     break
                 stepper()
+            found = [finding for finding in guard.findings if finding.code != _WITHOUT_AUTOCAST.code]
             is_unused = policy.autocast != "off" and not guard.step_watch.autocast_was_used
-            return (*guard.findings, *((_WITHOUT_AUTOCAST,) if is_unused else ()))
+            return (*found, *((_WITHOUT_AUTOCAST,) if is_unused else ()))
     finally:
         bench.release()

@@ -31,9 +31,10 @@ def _keep_out_of_compiled_backward(autocast: Autocast, _: Model) -> Undo:
 
     if not hasattr(config, "backward_pass_autocast"):
         return lambda: None
-    before = config.backward_pass_autocast
-    config.backward_pass_autocast = "off"  # noqa: S105  # "pass" as in backward pass
-    return lambda: setattr(config, "backward_pass_autocast", before)
+    from amptune.changes.flags import hold
+
+    name = "backward_pass_autocast"
+    return hold(name, "off", lambda: getattr(config, name), lambda value: setattr(config, name, value))
 
 
 AUTOCAST = Knob(

@@ -8,11 +8,11 @@ __all__ = ["CUDNN_BENCHMARK"]
 
 
 def _apply(enabled: bool, _: Model) -> Undo:
-    import torch
+    from torch.backends import cudnn
 
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = enabled
-    return lambda: setattr(torch.backends.cudnn, "benchmark", before)
+    from amptune.changes.flags import hold
+
+    return hold("cudnn_benchmark", enabled, lambda: cudnn.benchmark, lambda value: setattr(cudnn, "benchmark", value))
 
 
 CUDNN_BENCHMARK = Knob(
@@ -28,6 +28,7 @@ CUDNN_BENCHMARK = Knob(
     # (aten/src/ATen/native/cudnn/Conv_v8.cpp), and torch.compile ignores it.
     graph=False,
     process=True,
+    is_global=True,
     matters=lambda value, subject: bool(subject.convolution_dims) or not value,
     apply=_apply,
     risks={True: "cuDNN may choose other algorithms in each run: sums then differ in their last bits, and memory too."},

@@ -22,6 +22,7 @@ FP32_MATH = Knob(
     stock="stock",
     values=get_args(Fp32Math),
     is_always_written=True,
+    is_global=True,
     matters=lambda value, subject: value == "stock" or subject.castable,
     # Where products run in FP32: DeepLabV3+ took 39.5 GB with IEEE math where TF32 takes 6.6 (an H200).
     memory="workspaces",

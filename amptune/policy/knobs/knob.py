@@ -41,8 +41,8 @@ class Knob:
     taken in another order, which is FP32 still. `memory`: "sample" if a sample keeps other tensors for the backward
     pass, "workspaces" if it takes other workspaces, "rest" if anything else. `in_numerics` and `in_memory` return the
     value as far as numerics or memory differ by it. `graph`: torch.compile makes another graph. `process`: what it does
-    lasts for the life of a process. `precision`: "whole" if it decides the precision of all modules, "part" if it needs
-    one below FP32.
+    lasts for the life of a process; `is_global` if it is set for all models of a process. `precision`: "whole" if it
+    decides the precision of all modules, "part" if it needs one below FP32.
 
     What a search does with it. It `matters` for a value and a workload (a `Subject`), or that value is not tried. It
     `is_own_choice` if a policy is the simpler without it, and what it buys is measured by itself. A space may leave
@@ -68,6 +68,7 @@ class Knob:
     in_memory: Callable[[Settings], Any] | None = None
     graph: bool = True
     process: bool = False
+    is_global: bool = False
     precision: Literal["none", "part", "whole"] = "none"
 
     matters: Callable[[Any, Any], bool] = lambda _, __: True

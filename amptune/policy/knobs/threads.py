@@ -13,11 +13,12 @@ __all__ = ["THREADS"]
 def _apply(threads: int, _: Model) -> Undo:
     import torch
 
-    before = torch.get_num_threads()
-    if not 0 < threads < before:
+    from amptune.changes.flags import before, hold, is_held
+
+    own = before("threads", torch.get_num_threads)
+    if not 0 < threads < own and not is_held("threads"):
         return lambda: None
-    torch.set_num_threads(threads)
-    return lambda: torch.set_num_threads(before)
+    return hold("threads", min(threads or own, own), torch.get_num_threads, torch.set_num_threads)
 
 
 def _idle(policy: Settings, model: Model) -> Iterator[Finding]:
@@ -44,6 +45,7 @@ THREADS = Knob(
     stock=0,
     is_count=True,
     is_optional=True,
+    is_global=True,
     conflict=lambda policy: policy.threads < 0 and f"threads: {policy.threads} is not at least 0",
     # Each thread sums its own part.
     numerics="order",

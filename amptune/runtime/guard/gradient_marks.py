@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
+from amptune.runtime.scaler import has_scaler
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from amptune.policy.settings import Policy
 
 __all__ = ["GradientBefore", "GradientMarks", "Mark"]
 
@@ -44,20 +49,23 @@ class GradientMarks:
 
     Time is counted in gradients: `now` grows by one with each gradient added to a parameter; so does `passes`, about,
     with each backward. Parameters are looked up by identity, as tensors cannot be compared; the caller keeps the model.
+    While there is an `autocast` it is noted if the first gradient of each matrix has that precision.
     """
 
-    def __init__(self, model: nn.Module, after_each: Callable[[torch.Tensor], None], *, keeps_sizes: bool) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, after_each: Callable[[torch.Tensor], None]) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad and p.is_leaf and not nn.parameter.is_lazy(p)]
         self.now = self.passes = 0
-        self._after_each, self._keeps_sizes = after_each, keeps_sizes
+        self._after_each, self._keeps_sizes = after_each, has_scaler(policy)
         self._in_scaled_backward = False
+        self.autocast = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(policy.autocast)
+        self._are_cast: list[torch.Tensor] = []
         self._marks = {id(parameter): Mark() for parameter in parameters}
         self._handles = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._handles:
+            self._handles[-1].remove()
+            self._handles.pop()
 
     def follow_scaled(self, loss: torch.Tensor) -> None:
         """Marks the gradients that a backward from this loss adds as scaled."""
@@ -86,6 +94,10 @@ class GradientMarks:
         sizes = _sizes(self._held(parameters))
         return bool(sizes) and sizes[::2] == sizes[1::2]
 
+    def are_uncast(self) -> bool:
+        """Returns True if no autocast was on: what passes through it has no more digits than its dtype."""
+        return bool(self._are_cast) and not any(map(bool, self._are_cast))
+
     def _held(self, parameters: Iterable[torch.Tensor]) -> Sequence[tuple[Mark, torch.Tensor]]:
         marks = ((self._marks.get(id(one)), one.grad) for one in parameters)
         return [(mark, gradient) for mark, gradient in marks if mark is not None and gradient is not None]
@@ -95,12 +107,16 @@ class GradientMarks:
         # None for what another hook returned, which autograd passes on before it raises its error
         if torch.compiler.is_compiling() or mark is None or gradient is None:
             return
+        is_first = mark.when == 0
         mark.when = self.now = self.now + 1
         self.passes = self.now // len(self._marks)
         mark.origin = "scaled loss" if self._in_scaled_backward else "plain loss"
         mark.then = GradientBefore(gradient)
         is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided and gradient.numel() > 0
         mark.largest = gradient.detach().abs().amax() if is_plain and self._keeps_sizes else None
+        if is_first and is_plain and self.autocast is not None and gradient.is_floating_point() and gradient.dim() > 1:
+            cast = gradient.to(self.autocast).eq(gradient) | gradient.isnan()
+            self._are_cast.append(cast.all() & gradient.any())
         self._after_each(parameter)
 
     def _scaled_backward_begins(self, _: torch.Tensor) -> None:
@@ -110,10 +126,8 @@ class GradientMarks:
         """
         if self._handles and not torch.compiler.is_compiling():
             self._in_scaled_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._scaled_backward_ends)
-
-    def _scaled_backward_ends(self) -> None:
-        self._in_scaled_backward = False
+            ends = partial(setattr, self, "_in_scaled_backward", False)
+            torch.autograd.Variable._execution_engine.queue_callback(ends)
 
 
 def _sizes(pairs: Iterable[tuple[Mark, torch.Tensor]]) -> list[float]:

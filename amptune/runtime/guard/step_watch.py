@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from amptune.changes.tensor_tree import tensors_in
 from amptune.runtime.guard.gradient_marks import GradientBefore, GradientMarks
 from amptune.runtime.guard.misuse import Misuse
+from amptune.runtime.optimizer import is_fusable
 from amptune.runtime.scaler import has_scaler
 
 if TYPE_CHECKING:
@@ -47,20 +48,24 @@ class _Steps:
 class StepWatch:
     """A watch on gradients from backward to the optimizer's step, whoever calls the step, until `remove`.
 
-    The loss scaler reports by the methods with `scale` in their names; hooks see everything else. If `scale_was_asked`,
-    the loop may unscale by hand until the next step.
+    The loss scaler reports by the methods with `scale` in their names, and `Tuned` by `served` and `calls`; hooks see
+    everything else. If `scale_was_asked`, the loop may unscale by hand until the next step.
     """
 
-    def __init__(self, policy: Policy, model: nn.Module, after_gradient: Callable[[], None]) -> None:
+    def __init__(self, policy: Policy, model: nn.Module, called: nn.Module, after_gradient: Callable[[], None]) -> None:
+        self.served: set[int] = set()  # the parameters of optimizers that passed `tuned.optimizer`
+        self.calls: list[bool] = []  # of what the policy put around the model, and whether gradients were on
         self.most_steps = self._steps_of_any = 0
         self.autocast_was_used = self.scale_was_asked = self._scale_was_used = False
         self.misuse = Misuse()
-        self._scales = has_scaler(policy)
+        self._policy, self._scales = policy, has_scaler(policy)
         self._has_half_weights = policy.weights == "half"
         self._model = weakref.ref(model)  # weak, since the model's hooks refer to this watch
         self._after_gradient = after_gradient
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-        self._gradients = GradientMarks(model, self._look_at_backward, keeps_sizes=self._scales)
+        self._gradients = GradientMarks(model, policy, self._look_at_backward)
+        note = lambda *_: self.calls.append(torch.is_grad_enabled())  # noqa: E731
+        self._handle = None if called is model else called.register_forward_pre_hook(note)
         _watches.add(self)
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_before_step))
@@ -69,15 +74,21 @@ class StepWatch:
     def remove(self) -> None:
         """Removes the hooks. Not to be called in a hook of a step: PyTorch is iterating over these hooks then."""
         self._gradients.remove()
+        if self._handle is not None:
+            self._handle.remove()
         _watches.discard(self)
         while _hooks and not _watches:
-            _hooks.pop().remove()
+            _hooks[-1].remove()
+            _hooks.pop()
 
     @property
     def is_over(self) -> bool:
         """True after `WATCHED_STEPS`, and after many steps of another model or passes without a step that is seen."""
         unseen = not self.most_steps and self._gradients.passes >= _MOST_PASSES
         return unseen or self.most_steps >= WATCHED_STEPS or self._steps_of_any >= _MOST_PASSES
+
+    def autocast_is_used(self) -> None:
+        self.autocast_was_used, self._gradients.autocast = True, None
 
     def after_scale(self, scaled: Any) -> None:
         self._scale_was_used = True
@@ -140,6 +151,7 @@ class StepWatch:
             return
         steps.count, steps.begun, steps.scaler_calls = steps.count + 1, when, by_scaler
         self.most_steps = max(self.most_steps, steps.count)
+        self._look_at_what_is_left_out(optimizer, parameters, steps.count)
         if newest is not None and not has_closure:  # which computes its gradients later
             if when <= steps.ended:
                 self._look_at_repetition(steps, parameters, by_scaler=by_scaler or steps.by_scaler)
@@ -147,6 +159,29 @@ class StepWatch:
             elif self._scales and not by_scaler and not knows_scale and getattr(optimizer, "found_inf", None) is None:
                 self._look_at_origin(newest, parameters, is_first=steps.count == 1)
         steps.by_scaler = by_scaler
+
+    def _look_at_what_is_left_out(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], count: int
+    ) -> None:
+        """Looks for what the policy has and the loop does not use. Its second step shows what it calls."""
+        is_known = self.served.issuperset(map(id, parameters)) or not isinstance(optimizer, torch.optim.Optimizer)
+        if count == 1 and self._policy.fused_optimizer and not is_known and is_fusable(optimizer):
+            self.misuse.note(
+                "optimizer-not-passed",
+                f"the policy fuses the optimizer, and {type(optimizer).__name__} was never passed to "
+                "tuned.optimizer(optimizer)",
+            )
+        if count == 2 and self._handle is not None and not any(self.calls):
+            self.misuse.note(
+                "model-not-called",
+                "tuned.model, which the policy compiles or records, is never called: call it, not the model below it",
+            )
+        if count == 2 and self._gradients.autocast is not None and self._gradients.are_uncast():
+            self.misuse.note(
+                "autocast-unused",
+                f"training never enters the policy's autocast {self._policy.autocast}, and so runs in FP32: run the "
+                "forward pass and the loss in `with tuned.autocast():`",
+            )
 
     def _look_at_repetition(self, steps: _Steps, parameters: Sequence[torch.Tensor], *, by_scaler: bool) -> None:
         """Gradients that the loop set or wrote to since the last step are new, though no backward gave them."""

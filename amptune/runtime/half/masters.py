@@ -76,10 +76,13 @@ class MasterWeights:
         self.take_back(optimizer)
         for handle in self._handles:
             handle.remove()
-        own = vars(optimizer)
+        own: dict[str, Any] = vars(optimizer)
         if "step" in own and own["step"] is self._step():  # a scheduler made later may hold it
-            step = own.pop("step")
-            own.update({} if step.former is None else {"step": step.former})
+            step: Any = own["step"]
+            if step.former is None:
+                del own["step"]
+            else:
+                own["step"] = step.former
 
     def recover(self, optimizer: torch.optim.Optimizer) -> None:
         """Ends a step that raised: the weights become the masters as far as the step came, rounded."""
@@ -142,7 +145,6 @@ class MasterWeights:
         """Makes the optimizer hold the model's own parameters again, if it holds masters."""
         if not self._is_lent:
             return
-        self._is_lent = False
         for group, parameters in zip(optimizer.param_groups, self._own, strict=True):
             group["params"] = list(parameters)
         for weight in self._weights:
@@ -151,6 +153,7 @@ class MasterWeights:
         if not _share_values(self._own_state, self._lent_state):
             self._own_state = self._rekeyed(self._lent_state, to_masters=False)
         optimizer.state = self._own_state
+        self._is_lent = False
 
     def _learn(self, optimizer: torch.optim.Optimizer) -> None:
         """Finds the optimizer's parameters and their masters, again if a group was added."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,13 +54,20 @@ class HalfTraining(WeightHook):
         self._kept = _modules_kept(model, named, keep_batchnorm=policy.keep_batchnorm_fp32)
         _require_convertible(model, self._kept, masters=policy.master_weights)
         self._held = HalfWeights(masters=policy.master_weights)
-        self._checkpoints: list[RemovableHandle] = []
+        self._checkpoints: dict[nn.Module, Sequence[RemovableHandle]] = {}
         self._masters: weakref.WeakKeyDictionary[torch.optim.Optimizer, MasterWeights] = weakref.WeakKeyDictionary()
         self._plain: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def convert(self) -> None:
-        self._held = HalfWeights.of(self._model, self._kept, masters=self._held.has_masters)
-        self._checkpoints = _checkpoint_in_fp32(self._held)
+        self._held.convert(self._model, self._kept)
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Takes in what was made of half weights since, as `weight_norm` does, and has all saved in FP32."""
+        self._held.adopt(self._model, self._kept)
+        for module in self._held.modules:
+            if module not in self._checkpoints and (module._parameters or module._buffers):
+                self._checkpoints[module] = _checkpoint_in_fp32(module, self._held)
 
     def findings(self) -> Iterator[Finding]:
         if self._held.is_empty:
@@ -75,6 +83,7 @@ class HalfTraining(WeightHook):
         master weights for an `eps` that half cannot hold.
         """
         _require_unsharded(optimizer)
+        self._adopt()
         if not self._held.has_masters:
             _require_eps_in_half(optimizer, self._held)
             state_in(HALF, optimizer, self._held)  # it may have trained the model in FP32 until now
@@ -105,12 +114,13 @@ class HalfTraining(WeightHook):
 
     def undo(self) -> None:
         """Converts the weights back to FP32; their optimizers continue with them."""
+        self._adopt()
         for optimizer, masters in self._masters.items():
             masters.remove(optimizer)
         for optimizer in self._plain:
             state_in(torch.float32, optimizer, self._held)
         self._masters.clear()
-        for handle in self._checkpoints:
+        for handle in chain.from_iterable(self._checkpoints.values()):
             handle.remove()
         self._held.undo()
 
@@ -134,16 +144,12 @@ def _require_eps_in_half(optimizer: torch.optim.Optimizer, held: HalfWeights) ->
             )
 
 
-def _checkpoint_in_fp32(held: HalfWeights) -> list[RemovableHandle]:
-    """Makes state_dict() and load_state_dict() of the modules work in FP32, until the handles are removed."""
-    handles: list[RemovableHandle] = []
-    for module in held.modules:
-        if module._parameters or module._buffers:
-            handles += [
-                module.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
-            ]
-    return handles
+def _checkpoint_in_fp32(module: nn.Module, held: HalfWeights) -> Sequence[RemovableHandle]:
+    """Makes state_dict() and load_state_dict() of the module work in FP32, until the handles are removed."""
+    return (
+        module.register_state_dict_post_hook(_Saves(held)),  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_Loads(held)),  # type: ignore[no-untyped-call]
+    )
 
 
 @dataclass(slots=True)
@@ -176,6 +182,11 @@ class _Loads:
         self.held.take_masters(module, state, prefix)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    has_own_operations = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and not tensor.is_nested and not has_own_operations
+
+
 def _modules_kept(model: nn.Module, named: Collection[nn.Module], *, keep_batchnorm: bool) -> set[nn.Module]:
     """Returns the named modules, all modules inside them, and BatchNorm if the policy says so."""
     kept = {inner for module in named for inner in module.modules()}
@@ -200,6 +211,14 @@ def _require_convertible(model: nn.Module, kept: Collection[nn.Module], *, maste
             )
         if module in kept:
             owners |= {p: path for p in module._parameters.values() if p is not None}
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.dtype is torch.float32 and not _is_plain(tensor):
+                raise PolicyApplyError(
+                    f"{f'{path}.{name}' if path else name} is sparse, nested or of a class of its own "
+                    f"({type(tensor).__name__}, {tensor.layout}), and cannot be held in half with its FP32 value: keep "
+                    f"{path or 'the model itself'} in FP32 (fp32_modules), or use autocast"
+                )
     for path, module in model.named_modules():
         tied = [] if module in kept else [p for p in module._parameters.values() if p is not None and p in owners]
         if tied:

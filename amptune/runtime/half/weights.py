@@ -21,15 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["HALF", "HalfWeights", "HeldWeight"]
 
 HALF = torch.float16
+_META = torch.device("meta")
 
 
 @dataclass(slots=True, eq=False)
 class HeldWeight:
-    """A parameter in half. `master` is its FP32 value, or None; `seen` are the versions of both when they agreed."""
+    """A parameter in half. `master` is its FP32 value, or None; `seen` are the versions of both when they agreed.
+
+    `gradient` is that of the parameter while it is undone.
+    """
 
     half: nn.Parameter
     master: nn.Parameter | None = None
     seen: tuple[int, int] = (-1, -1)
+    gradient: torch.Tensor | None = None
 
     @property
     def fp32(self) -> nn.Parameter:
@@ -44,11 +49,14 @@ class HeldWeight:
 
 @dataclass(slots=True, eq=False)
 class _Buffer:
-    """A buffer in half, and its FP32 value. It is held by name, as moving a model to a device replaces its buffers."""
+    """A buffer in half, and its FP32 value, if it had one.
+
+    It is held by name, as moving a model to a device replaces its buffers.
+    """
 
     module: nn.Module
     name: str
-    fp32: torch.Tensor
+    fp32: torch.Tensor | None = None
 
     @property
     def half(self) -> torch.Tensor | None:
@@ -57,7 +65,7 @@ class _Buffer:
 
 
 class HalfWeights:
-    """The weights and buffers of a model that are in half, until `undo`; made by `HalfWeights.of`.
+    """The weights and buffers of a model that are in half, from `convert` until `undo`.
 
     A weight's FP32 value is its master, wherever the master still rounds to the weight; elements that were written to
     since have the value that was written. If only the master was written to (state_dict() gives it out), the weight
@@ -68,21 +76,25 @@ class HalfWeights:
         self.has_masters = masters
         self._weights: dict[nn.Parameter, HeldWeight] = {}
         self._buffers: list[_Buffer] = []
+        self._not_ours: set[tuple[nn.Module, str]] = set()  # buffers that were in half already
         self.modules: list[nn.Module] = []
 
-    @staticmethod
-    def of(model: nn.Module, kept: Collection[nn.Module], *, masters: bool) -> HalfWeights:
+    def convert(self, model: nn.Module, kept: Collection[nn.Module]) -> None:
         """Converts the own weights and buffers of the model's modules, except the modules `kept` in FP32."""
-        held = HalfWeights(masters=masters)
-        held.modules = [module for module in model.modules() if module not in kept]
-        try:
-            for module in held.modules:
-                held._convert(module)
-        except BaseException:  # most likely out of memory: a partly converted model is of no use
-            held.undo()
-            raise
-        held._flatten()
-        return held
+        self._not_ours = {(module, name) for module, name, _ in _buffers_in_half(model)}
+        self.modules = [module for module in model.modules() if module not in kept]
+        for module in self.modules:
+            self._convert(module)
+        self._flatten()
+
+    def adopt(self, model: nn.Module, kept: Collection[nn.Module]) -> None:
+        """Takes in half weights and buffers that were made of those it has: by `weight_norm`, or by pruning."""
+        self.modules = [*dict.fromkeys([*self.modules, *(one for one in model.modules() if one not in kept)])]
+        for parameter in model.parameters():
+            if parameter.dtype is HALF and parameter not in self._weights:
+                self._take(parameter)
+        known = self._not_ours.union((buffer.module, buffer.name) for buffer in self._buffers)
+        self._buffers += [_Buffer(one, name) for one, name, _ in _buffers_in_half(model) if (one, name) not in known]
 
     def _convert(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
@@ -99,25 +111,33 @@ class HalfWeights:
     def _take(self, parameter: nn.Parameter) -> None:
         weight = self._weights[parameter] = HeldWeight(parameter)
         gradient, parameter.grad = parameter.grad, None
-        if self.has_masters and parameter.requires_grad and not nn.parameter.is_lazy(parameter):
+        is_whole = parameter.dtype is torch.float32 and not nn.parameter.is_lazy(parameter)
+        if self.has_masters and parameter.requires_grad and is_whole:
             weight.master = nn.Parameter(parameter.data)
         parameter.data = parameter.data.to(HALF)
         if weight.master is not None:
             weight.seen = weight.versions
-        take_gradients_in(torch.float32 if self.has_masters else HALF, parameter)
-        if gradient is not None:
-            parameter.grad = gradient if self.has_masters else gradient.to(HALF)
+        dtype = torch.float32 if self.has_masters else HALF
+        take_gradients_in(dtype, parameter)
+        parameter.grad = None if gradient is None else gradient.to(dtype)
 
     def undo(self) -> None:
-        """Puts all back to FP32: the values of masters and of FP32 buffers; weights without a master are widened."""
+        """Puts all back to FP32: the values of masters and of FP32 buffers; weights without a master are widened.
+
+        After an interruption another call goes on.
+        """
         for weight in self._weights.values():
-            gradient, weight.half.grad = weight.half.grad, None
-            weight.half.data = _plain(weight.half) if weight.master is None else self._fresh(weight).data
-            take_gradients_in(torch.float32, weight.half)
-            weight.half.grad = None if gradient is None else gradient.float()
+            half = weight.half
+            if half.dtype is not torch.float32:
+                if half.grad is not None:
+                    weight.gradient, half.grad = half.grad, None
+                half.data = _plain(half) if weight.master is None else self._fresh(weight).data
+            take_gradients_in(torch.float32, half)
+            if weight.gradient is not None:
+                half.grad = weight.gradient.float()
         for buffer in self._buffers:
             if buffer.half is not None:
-                buffer.half.data = _value(buffer.half, buffer.fp32)
+                buffer.half.data = _restored(buffer.half, buffer.fp32)
         self._weights, self._buffers = {}, []
         self._flatten()
 
@@ -222,6 +242,19 @@ def _value(half: torch.Tensor, fp32: torch.Tensor | None) -> torch.Tensor:
         return wide
     fp32 = fp32.detach().to(half.device)
     return torch.where(fp32.to(HALF) == half.detach(), fp32, wide)
+
+
+def _restored(half: torch.Tensor, fp32: torch.Tensor | None) -> torch.Tensor:
+    """Returns the FP32 value: the tensor itself, whose memory others may share, unless the buffer was written to."""
+    value = _value(half, fp32)
+    return fp32 if fp32 is not None and fp32.device == value.device != _META and torch.equal(value, fp32) else value
+
+
+def _buffers_in_half(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype is HALF:
+                yield module, name, buffer
 
 
 def _plain(half: nn.Parameter) -> torch.Tensor:

@@ -14,6 +14,8 @@ __all__ = ["CONFIRMED", "LIKELY", "Confidence", "Ratio", "chance_in_words", "con
 CONFIRMED, LIKELY = 0.995, 0.9
 # An interval that reaches so many times the value says nothing.
 TOO_WIDE = 4.0
+# A ratio so near to 1 is shown with one decimal more.
+SMALL, MOST_DIGITS = 0.05, 3
 Confidence = Literal["confirmed", "likely", "undecided"]
 
 
@@ -85,7 +87,8 @@ class Ratio:
     def digits(self) -> int:
         """The number of decimals to show: as many as the interval carries."""
         half = (self.high - self.low) / 2
-        return 1 if half >= 0.5 else 2 if half >= 0.01 or abs(self.value - 1) >= 0.05 else 3
+        most = MOST_DIGITS if abs(self.value - 1) < SMALL else 2
+        return min(most, max(1, math.ceil(-math.log10(half)))) if half > 0 else most
 
 
 def confidence_of(chance: float) -> Confidence:

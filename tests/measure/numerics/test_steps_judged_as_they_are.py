@@ -43,7 +43,7 @@ def adversarial(*, unscales: bool, clears: bool) -> Step:
                 if faked == 0.0:
                     real = model.critic(tuned.batch(batch))
                     loss = loss + F.binary_cross_entropy_with_logits(real, torch.ones_like(real))
-            tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            tuned.scaler.scale(loss).backward()
             if unscales:
                 tuned.scaler.unscale_(own)
                 nn.utils.clip_grad_norm_([p for group in own.param_groups for p in group["params"]], 1.0)
@@ -128,7 +128,7 @@ def test_the_gradients_of_sparse_and_dense_parameters_are_judged_alike(monkeypat
     def step(tuned: Tuned, model: Any, optimizers: Any, batch: torch.Tensor) -> torch.Tensor:
         with tuned.autocast():
             loss = F.cross_entropy(model(batch), batch[:, 0] % 8)
-        tuned.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        tuned.scaler.scale(loss).backward()
         for own in optimizers:
             tuned.scaler.step(own)
             own.zero_grad()

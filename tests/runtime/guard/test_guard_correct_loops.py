@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from benches import step_of
-from loops import FP16, Loop, codes, finish, loss_of, repeated, run, sgd, train
+from loops import FP16, Loop, Net, codes, finish, images, loss_of, repeated, run, sgd, train
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from amptune.policy.settings import LossScale, Policy
+from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
 
 STEPS = 4
@@ -51,7 +52,7 @@ def unscaled_by_the_scale(tuned: Tuned, _: Any, optimizer: Any, __: Any) -> None
 
 
 def several_optimizers(tuned: Tuned, model: nn.Module) -> None:
-    optimizers = [*map(sgd, parts(model))]
+    optimizers = [tuned.optimizer(sgd(part)) for part in parts(model)]
     for _ in range(STEPS):
         scaled_backward(tuned)
         parts(model)[1].zero_grad(set_to_none=False)
@@ -62,7 +63,8 @@ def several_optimizers(tuned: Tuned, model: nn.Module) -> None:
 
 def a_second_loss_that_needs_no_scale(tuned: Tuned, model: nn.Module) -> None:
     """In FP32, for a part of the model with an optimizer of its own; it comes first, after an evaluation."""
-    scaled, own = sgd(parts(model)[0]), Counting(sgd(parts(model)[1]))
+    scaled, own = (tuned.optimizer(sgd(part)) for part in parts(model))
+    own = Counting(own)
     for _ in range(STEPS):
         loss_of(tuned)
         parts(model)[1](torch.randn(4, 8)).square().mean().backward()
@@ -101,7 +103,7 @@ class Anything:
 
 
 def under(wrapper: Any) -> Loop:
-    return lambda tuned, model: train(tuned, wrapper(sgd(model)), steps=STEPS)
+    return lambda tuned, model: train(tuned, wrapper(tuned.optimizer(sgd(model))), steps=STEPS)
 
 
 def a_scaler_of_ones_own(tuned: Tuned, model: nn.Module) -> None:
@@ -119,23 +121,33 @@ def a_scaler_of_ones_own(tuned: Tuned, model: nn.Module) -> None:
 
 
 def a_backward_that_raised(tuned: Tuned, model: nn.Module) -> None:
-    optimizer, bias, loss = sgd(model), model.get_parameter("head.bias"), loss_of(tuned)
+    optimizer, bias, loss = tuned.optimizer(sgd(model)), model.get_parameter("head.bias"), loss_of(tuned)
     loss.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tuned.scaler.scale(loss).backward()
     optimizer.zero_grad()
     scaled = tuned.scaler.scale(loss_of(tuned))
     bias.sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([bias], lr=1e-3).step()
+    tuned.optimizer(torch.optim.SGD([bias], lr=1e-3)).step()
     scaled.backward()
     finish(tuned, optimizer)
 
 
 def an_overflow_that_is_mended(tuned: Tuned, model: nn.Module) -> None:
-    optimizer = sgd(model)
+    optimizer = tuned.optimizer(sgd(model))
     for factor in (1.0, float("inf"), 1.0):
         for gradient in scaled_backward(tuned, factor):
             gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        finish(tuned, optimizer)
+
+
+def an_autocast_of_ones_own(tuned: Tuned, model: nn.Module) -> None:
+    """As frameworks have it."""
+    optimizer, dtype = tuned.optimizer(sgd(model)), {"fp16": torch.float16}.get(tuned.policy.autocast, torch.bfloat16)
+    for _ in range(STEPS):
+        with torch.autocast("cpu", dtype, enabled=tuned.policy.autocast != "off"):
+            loss = tuned.model(images()).float().square().mean()
+        tuned.scaler.scale(loss).backward()
         finish(tuned, optimizer)
 
 
@@ -156,7 +168,7 @@ def lbfgs(tuned: Tuned, model: nn.Module) -> None:
 BF16, FUSED = Policy(autocast="bf16"), Policy(autocast="fp16", fused_optimizer=True)
 LOOPS: list[Loop] = [
     *(plain, several_optimizers, a_second_loss_that_needs_no_scale, under(Sharpness), under(Counting)),
-    *(a_scaler_of_ones_own, a_backward_that_raised, an_overflow_that_is_mended),
+    *(a_scaler_of_ones_own, a_backward_that_raised, an_overflow_that_is_mended, an_autocast_of_ones_own),
     *map(repeated, (written_to_while_scaled, unscaled_by_the_scale)),
     repeated(step_of("first second unscale clip scaler-step update zero")),
     repeated(step_of("backward scaler-step update own-gradients scaler-step update zero")),
@@ -173,3 +185,21 @@ CASES += [
 def test_a_correct_loop_raises_no_alarm(loop: Loop, policy: Policy) -> None:
     tuned, said = run(loop, policy)
     assert (codes(tuned), said) == ([], [])
+
+
+def test_an_optimizer_that_steps_through_another_is_passed_for_both() -> None:
+    with apply(Policy(fused_optimizer=True), Net()) as tuned:
+        train(tuned, tuned.optimizer(Sharpness(sgd(tuned.model))), STEPS)
+        assert codes(tuned) == ["optimizer-not-fused"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize("policy", [Policy(compile="default"), Policy(cuda_graphs=True), Policy(cuda_graphs="step")])
+def test_what_the_policy_compiles_may_be_called_by_another_or_in_a_recorded_step(policy: Policy) -> None:
+    """DistributedDataParallel calls it as a Sequential does."""
+    with apply(policy, Net()) as tuned, torch.compiler.set_stance("force_eager"):
+        around = None if policy.cuda_graphs == "step" else nn.Sequential(tuned.model)
+        step = tuned.training_step(lambda model, x: model(x).square().mean(), sgd(tuned.model), model=around)
+        for _ in range(STEPS):
+            step(images())
+        assert "model-not-called" not in codes(tuned)
