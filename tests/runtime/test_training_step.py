@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from amptune.runtime.tuned import Tuned
 POLICIES = [
     Policy(),
     Policy(autocast="bf16", accumulate=3),
-    Policy(autocast="bf16", fused_optimizer=True),
     Policy(autocast="fp16", loss_scale=LossScale(growth_interval=3)),
     Policy(autocast="fp16", loss_scale=LossScale(init=2.0**40), accumulate=2, fused_optimizer=True),
     Policy(weights="half", master_weights=True),
@@ -103,29 +102,18 @@ def test_a_batch_whose_loss_raises_is_no_micro_batch_and_several_optimizers_are_
             tuned.training_step(loss_of, several)
 
 
-def test_after_undo_it_trains_as_plain_pytorch_does() -> None:
-    model = net()
-    tuned = apply(Policy(autocast="bf16"), model)
-    train = tuned.training_step(loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
-    tuned.undo()
-    train(batches(1)[0])
-    assert model.head_dtypes == {torch.float32}
-
-
 class Parallel(DistributedDataParallel):
     """Without a process group; counts the passes without an exchange."""
 
     def __init__(self, model: nn.Module) -> None:
         nn.Module.__init__(self)
-        self.model, self.alone = model, 0
+        self.model, self.alone = model, list[int]()
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.model(x)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        self.alone += 1
-        yield
+    def no_sync(self) -> Any:
+        return nullcontext(self.alone.append(1))
 
 
 def test_ranks_exchange_gradients_once_a_step() -> None:
@@ -137,17 +125,5 @@ def test_ranks_exchange_gradients_once_a_step() -> None:
             train = tuned.training_step(loss_of, optimizer, model=parallel if of is model else None)
             for batch in batches(6):
                 train(batch)
-            assert parallel.alone == (4 if of is model else 0)
+            assert len(parallel.alone) == (4 if of is model else 0)
     assert same_weights(model, plain)
-
-
-def test_the_batch_comes_in_the_policys_memory_format() -> None:
-    model, seen = nn.Conv2d(3, 2, 3), list[bool]()
-
-    def loss(model: nn.Module, batch: torch.Tensor) -> Any:
-        seen.append(batch.is_contiguous(memory_format=torch.channels_last))
-        return model(batch).square().mean()
-
-    with apply(Policy(memory_format="channels_last"), model) as tuned:
-        tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.1))(torch.randn(2, 3, 8, 8))
-    assert seen == [True]
