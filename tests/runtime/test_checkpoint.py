@@ -43,7 +43,8 @@ class Average(nn.Module):
 
     def __init__(self, width: int, *, replaces: bool = False) -> None:
         super().__init__()
-        self.replaces, self.average = replaces, nn.Buffer(torch.zeros(width))
+        self.replaces = replaces
+        self.average: torch.Tensor = nn.Buffer(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         moved = self.average + (x.detach().mean(dim=0) - self.average) / 2

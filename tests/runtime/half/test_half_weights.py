@@ -355,7 +355,8 @@ def test_an_optimizer_without_masters_is_refused_by_the_scaler_and_lbfgs(applied
 
 
 def test_an_eps_that_is_zero_in_half_is_refused_for_weights_in_half_without_masters() -> None:
-    model, kind = net(), torch.optim.Adagrad
+    model = net()
+    kind: Any = torch.optim.Adagrad
     with apply(replace(O3, fp32_modules=(Fp32Rule(path="6"),)), model) as tuned:
         others = [p for name, p in model.named_parameters() if not name.startswith("6")]
         tuned.optimizer(kind([{"params": [*model[6].parameters()]}, {"params": others, "eps": 1e-7}]))
