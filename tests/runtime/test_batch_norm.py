@@ -48,6 +48,14 @@ def test_protected_statistics_become_what_they_were(fused: bool) -> None:
     assert tuned.scaler.statistics is None
 
 
+def test_finite_numbers_of_a_module_that_overflowed_stay() -> None:
+    model = nn.BatchNorm1d(3)
+    kept = FiniteStatistics(model)
+    model.get_buffer("running_mean").copy_(torch.tensor([1.0, float("nan"), 2.0]))
+    kept.restore()
+    assert model.get_buffer("running_mean").tolist() == [1, 0, 2]
+
+
 def test_statistics_that_move_or_change_their_precision_are_followed() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm2d(5).double())
     kept = FiniteStatistics(model)

@@ -66,8 +66,8 @@ def test_containers_within_containers_are_expanded_to_what_runs() -> None:
     assert paths(model, Fp32Rule(path="extra")) == ["extra.inner.0.0"]
 
 
-def test_fp32_goes_before_half_which_reaches_nothing_inside_it() -> None:
-    fp32 = (Fp32Rule(path="blocks.0"), Fp32Rule(path="heads.a", cast_output=True))
+def test_the_first_rule_decides_and_fp32_goes_before_half_which_reaches_nothing_inside_it() -> None:
+    fp32 = (Fp32Rule(path="blocks.0"), Fp32Rule(path="heads.a", cast_output=True), Fp32Rule(path="heads.a"))
     policy = Policy(autocast="bf16", fp32_modules=fp32, half_modules=(HalfRule(type="BatchNorm2d"),))
     found = {one.path: precision for one, precision in precisions_of(policy, Net())}
     assert found == {"blocks.0": "fp32", "heads.a": "fp32-cast", "blocks.1.norm": "half"}
@@ -79,6 +79,11 @@ def test_a_module_that_is_shared_is_selected_once_unless_it_also_runs_outside_a_
     (selected,) = select(model, [Fp32Rule(path="1")])
     assert (selected.path, selected.module) == ("0.0", shared)
     assert paths(model, Fp32Rule(path="0"), Fp32Rule(path="1")) == ["0", "0.0"]
+
+
+def test_a_module_with_dots_and_stars_of_its_own_is_not_a_pattern() -> None:
+    model = nn.ModuleDict({"a+b[0]": nn.Linear(2, 2), "axb": nn.Linear(2, 2)})
+    assert paths(model, Fp32Rule(path="a+b[0]")) == ["a+b[0]"]
 
 
 def test_rules_that_match_no_module_are_one_error_with_the_closest_names() -> None:
