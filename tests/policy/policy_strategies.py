@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
 
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
-from amptune.policy.settings import Autocast, CompileMode, Float8Rule, Fp32Rule, HalfRule, LossScale, Policy, Reason
+from amptune.policy.settings import KNOBS, Float8Rule, Fp32Rule, HalfRule, LossScale, Policy, Reason, settled
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -38,68 +38,34 @@ loss_scales = st.one_of(
 )
 
 
-@st.composite
-def policies(draw: st.DrawFn) -> Policy:
-    autocast: Autocast = draw(st.sampled_from(["off", "bf16", "fp16"]))
-    half = autocast == "off" and draw(st.booleans())
-    compiled: CompileMode = draw(st.sampled_from(["off", "default", "reduce-overhead", "max-autotune"]))
-    checkpoint = tuple(draw(st.lists(words, max_size=2, unique=True))) if draw(st.booleans()) else ()
-    return Policy(
-        autocast=autocast,
-        weights="half" if half else "fp32",
-        master_weights=half and draw(st.booleans()),
-        keep_batchnorm_fp32=half and draw(st.booleans()),
-        fp32_math=draw(st.sampled_from(["stock", "ieee", "tf32"])),
-        fp32_modules=tuple(draw(st.lists(rules, max_size=3))),
-        half_modules=tuple(draw(st.lists(half_rules, max_size=2))),
-        float8_modules=tuple(draw(st.lists(float8_rules, max_size=2))) if autocast == "bf16" else (),
-        memory_format=draw(st.sampled_from(["contiguous", "channels_last", "channels_last_3d"])),
-        cudnn_benchmark=draw(st.booleans()),
-        batch_size=draw(st.none() | st.integers(1, 10**6)),
-        accumulate=draw(st.integers(1, 1000)),
-        checkpoint=checkpoint,
-        compile=compiled,
-        cuda_graphs=compiled == "off"
-        and not checkpoint
-        and draw(st.sampled_from((False, True) if half else (False, True, "step"))),
-        fused_optimizer=draw(st.booleans()),
-        threads=draw(st.integers(0, 64)),
-        loss_scale=draw(st.none() | loss_scales) if half or autocast == "fp16" else None,
-    )
-
-
-_EVIDENCE: dict[str, st.SearchStrategy[Any]] = {
-    "workload": words,
-    "objective": st.sampled_from(["memory", "energy"]),
-    "least_speed": positive,
-    "devices": st.integers(2, 8),
-    "baseline": free,
-    "amp_recipe": free,
-    "samples_per_s": numbers,
-    "step_ms": numbers,
-    "step_ms_ci95": st.lists(numbers, min_size=2, max_size=2),
-    "peak_memory_mib": numbers,
-    "energy_j_per_sample": numbers,
-    "speedup": numbers,
-    "speedup_ci95": st.lists(numbers, min_size=2, max_size=2),
-    "gain": numbers,
-    "gain_ci95": st.lists(numbers, min_size=2, max_size=2),
-    "launches": st.integers(0, 100),
-    "parity": free,
-    "ablation": free,
-    "end_to_end": free,
-    "finalists": st.lists(free, max_size=2),
-    "pareto": st.lists(free, max_size=2),
-    "findings": st.lists(free, max_size=2),
-    "tuned_on": st.just("2026-11-21T05:00:00Z"),
-    "trials": st.integers(0, 10**6),
-    "seconds": numbers,
-    "confidence": st.sampled_from(["confirmed", "likely", "undecided"]),
-    "provisional": st.booleans(),
+_SPECIAL: dict[str, st.SearchStrategy[Any]] = {
+    "fp32_modules": st.lists(rules, max_size=3).map(tuple),
+    "half_modules": st.lists(half_rules, max_size=2).map(tuple),
+    "float8_modules": st.lists(float8_rules, max_size=2).map(tuple),
+    "batch_size": st.none() | intervals,
+    "accumulate": st.integers(1, 1000),
+    "checkpoint": st.just(()) | st.lists(words, max_size=2, unique=True).map(tuple),
+    "threads": st.integers(0, 64),
+    "loss_scale": st.none() | loss_scales,
 }
-assert set(_EVIDENCE) == set(Evidence.__annotations__), "a new field of Evidence needs a strategy"
 
-evidence = st.fixed_dictionaries({}, optional=_EVIDENCE)
+
+def policies() -> st.SearchStrategy[Policy]:
+    """Of any settings that go together."""
+    values = {knob.name: st.sampled_from(knob.values) for knob in KNOBS if knob.name not in _SPECIAL}
+    return st.fixed_dictionaries({}, optional={**values, **_SPECIAL}).map(settled)
+
+
+_FIGURES: dict[Any, st.SearchStrategy[Any]] = {
+    str: words,
+    int: st.integers(0, 10**6),
+    float: numbers,
+    bool: st.booleans(),
+    list[float]: st.lists(numbers, min_size=2, max_size=2),
+    dict[str, Any]: free,
+    list[dict[str, Any]]: st.lists(free, max_size=2),
+}
+evidence = st.fixed_dictionaries({}, optional={name: _FIGURES[of] for name, of in get_type_hints(Evidence).items()})
 policy_files = st.builds(PolicyFile, policy=policies(), name=st.none() | words, valid_for=labels, evidence=evidence)
 unsigned = words.filter(lambda text: not set("<>=!") & set(text))
 wanted = st.dictionaries(words, unsigned | st.sampled_from([">=2.10", "!=9", ">=1,<3"]), max_size=3)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amptune.errors import FileFormatError
@@ -39,15 +38,13 @@ def refused(text: str) -> str:
     ("text", "meant"),
     [
         ("", STOCK),
-        *((f"autocast: {off}\ncompile: {off}", STOCK) for off in ("off", "'off'", '"off"')),
-        *((f"cudnn_benchmark: {on}", Policy(cudnn_benchmark=True)) for on in ("on", "yes", "true", "True")),
+        ("autocast: off\ncompile: 'off'", STOCK),
+        *((f"cudnn_benchmark: {on}", Policy(cudnn_benchmark=True)) for on in ("on", "yes", "True")),
         ("fused_optimizer: no", STOCK),
         ("compile: default\ncompile_scope: blocks", Policy(compile="blocks")),
-        ("compile: default\ncompile_scope: model", Policy(compile="default")),
         ("batch_size: 128.0", Policy(batch_size=128)),
-        *((f"{FP16} {{init: {n}}}", SCALED) for n in ("1e3", "1E+3", "1000")),
+        *((f"{FP16} {{init: {n}}}", SCALED) for n in ("1e3", "1000")),
         (f"{FP16} {{init: 128, static: true}}", Policy(autocast="fp16", loss_scale=LossScale(init=128.0, static=True))),
-        (f"{FP16} {{}}", Policy(autocast="fp16", loss_scale=LossScale())),
         ("fp32_modules: [{path: 0}]", Policy(fp32_modules=(Fp32Rule(path="0"),))),
     ],
 )  # fmt: skip
@@ -100,16 +97,11 @@ def test_nesting_without_end_is_refused(text: str, loader: type, monkeypatch: py
     assert "nest" in refused(text)
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "just words", "\x00\x01", "a: [1,", "\ud800"])
-def test_what_is_no_policy_is_said_to_be_none(text: str) -> None:
-    assert refused(text).startswith("policy.yaml")
-
-
 @settings(max_examples=300, deadline=None)
+@example("\ud800")
 @given(st.text() | st.text(alphabet=" \t\n:-[]{}*&!|>'\"#,?%@`a1.~<", max_size=60))
 def test_arbitrary_text_raises_nothing_but_a_file_format_error(text: str) -> None:
-    with contextlib.suppress(FileFormatError):
-        parse_policy(parse(text, "policy.yaml"))
+    assert refused(text).startswith("policy.yaml")
 
 
 @settings(max_examples=100, deadline=None)

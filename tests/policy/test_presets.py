@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import amptune
-from amptune.errors import FileFormatError
-from amptune.policy.file_io import load, load_any, parse_policy
+from amptune.policy.file_io import load_any, parse_policy
 from amptune.policy.settings import LossScale, Policy
 from amptune.policy.yaml_text import parse
 
@@ -31,11 +30,6 @@ def test_the_opt_levels_of_apex_go_by_their_names_are_valid_everywhere_and_stand
     for row in rows if level != "O0" else ():
         written = parse_policy(parse("\n".join(["schema: amptune.policy/1", *re.findall(r"`([^`]*)`", row)]), "x"))
         assert written == amptune.PolicyFile(policy=LEVELS[level])
-
-
-def test_an_unknown_level_is_answered_with_the_four() -> None:
-    with pytest.raises(FileFormatError, match=r"^apex:O4: is no opt level of Apex; there are apex:O0, .*, apex:O3$"):
-        load("apex:O4")
 
 
 def test_a_file_that_is_called_like_a_preset_is_read_by_its_path(

