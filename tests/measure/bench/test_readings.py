@@ -103,7 +103,6 @@ def test_what_nvml_says_of_other_processes(pids: Any, exclude: tuple[int, ...], 
     [
         (CLEAN, CLEAN, ()),
         (CLEAN, replace(CLEAN, clock_event_reasons=0x4), ("power-cap",)),
-        (CLEAN, replace(CLEAN, clock_event_reasons=0x8), ("hw-slowdown",)),
         (CLEAN, replace(CLEAN, clock_event_reasons=0x20), ("sw-thermal",)),
         (CLEAN, replace(CLEAN, clock_event_reasons=0x80), ("power-brake",)),
         (CLEAN, replace(CLEAN, clock_event_reasons=0x48 | IDLE), ("hw-slowdown", "hw-thermal")),
@@ -113,7 +112,6 @@ def test_what_nvml_says_of_other_processes(pids: Any, exclude: tuple[int, ...], 
         (CLEAN, replace(CLEAN, sm_clock_mhz=1484, clock_event_reasons=0x4), ("power-cap",)),
         (CLEAN, replace(CLEAN, sm_clock_mhz=1484, clock_event_reasons=None), ("low-clock",)),
         (CLEAN, replace(CLEAN, alloc_retries=1), ("alloc-retries",)),
-        (replace(CLEAN, alloc_retries=5), replace(CLEAN, alloc_retries=5), ()),
         (CLEAN, replace(CLEAN, foreign_processes=(17,)), ("foreign-process",)),
         (replace(CLEAN, foreign_processes=(17,)), CLEAN, ("foreign-process",)),  # it left
         (CLEAN, replace(CLEAN, foreign_processes=None), ()),
@@ -127,14 +125,8 @@ def test_a_block_is_contaminated_by(before: Readings, after: Readings, codes: tu
 
 
 def test_of_the_busy_gpu_the_worst_clocks_count_and_the_rest_stays_as_it_was_read() -> None:
-    after = replace(CLEAN, run_delays=delayed(3.0, 1.0).run_delays)
-    busy = [
-        Readings(),
-        Readings(clock_event_reasons=0x4, sm_clock_mhz=1500),
-        Readings(clock_event_reasons=0x40, sm_clock_mhz=1900),
-    ]
-    worst = replace(after, clock_event_reasons=0x44, sm_clock_mhz=1500)
-    assert with_busy_clocks(after, busy) == worst
+    busy = (Readings(), replace(CLEAN, clock_event_reasons=0x4), Readings(clock_event_reasons=0x40, sm_clock_mhz=1500))
+    assert with_busy_clocks(CLEAN, busy) == replace(CLEAN, clock_event_reasons=0x44, sm_clock_mhz=1500)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +142,8 @@ def test_of_the_busy_gpu_the_worst_clocks_count_and_the_rest_stays_as_it_was_rea
 def test_each_cause_has_its_finding_and_its_words(cause: str, code: str, words: str) -> None:
     (finding,) = noticed([took(discarded=(cause,), contaminated_by=(cause,)), took()])
     assert finding.code == code
-    assert "1 of 3 blocks was discarded" in finding.message
-    assert "; 1 of 2 measurements was taken nevertheless: " in finding.message
     assert words in finding.message
+    assert finding.message.endswith(": 1 timing repeated, 1 of 2 disturbed nevertheless")
     assert finding.figures == {"discarded": 1, "kept": 1, "of": 3}
 
 
