@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import psutil
 import pytest
 from measurements import took
-from scripted import IDLE, POWER_CAP, ScriptedMemory, ScriptedNvml
+from scripted import IDLE, ScriptedMemory, ScriptedNvml
 
 from amptune.hardware.nvml import NvmlGpu
 from amptune.measure.bench.readings import (
@@ -37,20 +36,6 @@ def instruments_of(nvml: NvmlGpu | None, memory: ScriptedMemory | None = None) -
 
 def delayed(at_s: float, waited_s: float) -> Readings:
     return Readings(run_delays=RunDelays(waited_s=((0, waited_s),), at_s=at_s))
-
-
-def test_all_instruments_are_read_in_the_units_of_their_names() -> None:
-    nvml = ScriptedNvml(reasons=POWER_CAP, sm_clock_mhz=1500, energy_mj=2500)
-    memory, delay = ScriptedMemory(), delayed(2.0, 0.5).run_delays
-    memory.retries = lambda: 3
-    assert Instruments(nvml.gpu(), memory, lambda: delay).read() == Readings(
-        clock_event_reasons=POWER_CAP,
-        sm_clock_mhz=1500,
-        energy_j=2.5,
-        alloc_retries=3,
-        foreign_processes=(),
-        run_delays=delay,
-    )
 
 
 def test_instruments_that_are_missing_or_give_no_value_read_none_and_contaminate_nothing() -> None:
@@ -80,22 +65,6 @@ def test_a_process_on_the_gpu_is_foreign_unless_it_is_amptunes(monkeypatch: pyte
 
     monkeypatch.setattr(psutil.Process, "parent", deny)
     assert instruments_of(ScriptedNvml(pids=pids[:2]).gpu()).read().foreign_processes == (os.getppid(),)
-
-
-@pytest.mark.parametrize(
-    ("pids", "exclude", "foreign"),
-    [
-        ((4242, os.getpid(), 17), (), (17, 4242)),
-        ((4242, os.getpid(), 17), (17,), (4242,)),
-        ((), (), None),  # where this process is not listed, nothing is known of others
-        ((17,), (), None),
-        (None, (), None),
-    ],
-)
-def test_what_nvml_says_of_other_processes(pids: Any, exclude: tuple[int, ...], foreign: object) -> None:
-    gpu = ScriptedNvml(pids=pids).gpu()
-    assert gpu.foreign_processes(exclude=exclude) == foreign
-    assert gpu.unread() == (() if pids is not None else ("processes: Not Supported",))
 
 
 @pytest.mark.parametrize(
