@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 
@@ -20,8 +19,3 @@ def drawn() -> tuple[float, ...]:
 
     bench = _bench()
     return bench.fingerprint(bench.drawn.batches(8, 1))
-
-
-def looked_through() -> int:
-    """How many objects a collection of garbage looks through."""
-    return len(gc.get_objects())

@@ -99,15 +99,12 @@ def test_what_a_script_draws_while_it_is_imported_is_the_same_in_every_process(t
     assert one == other
 
 
-def test_a_workers_start_is_timed_and_its_trials_look_for_no_garbage_in_all_that_was_imported(tmp_path: Path) -> None:
+def test_a_workers_start_is_timed(tmp_path: Path) -> None:
     one = worker(tmp_path)
     prepared = one.call(LIMIT_S, prepare)
-    looked_through = one.call(LIMIT_S, asking.looked_through)
     stop_all([one])
     assert isinstance(prepared, Prepared)
     assert 0 < prepared.start_s < LIMIT_S
-    assert isinstance(looked_through, int)
-    assert looked_through < 100_000  # of more than 250,000
 
 
 LIBRARY = """
