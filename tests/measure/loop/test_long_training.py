@@ -26,7 +26,8 @@ def squares(model: nn.Module, batch: Tensor) -> Any:
 
 def bench_of(**parts: Any) -> Bench:
     model = lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))  # noqa: E731
-    return Bench(workload_of(model, **{"loss": squares, "batch_size": 8} | parts), CPU)
+    usual: dict[str, Any] = {"loss": squares, "batch_size": 8}
+    return Bench(workload_of(model, **usual | parts), CPU)
 
 
 def losses(bench: Bench, policy: Policy = STOCK, *, seed: int = 0, steps: int = 20) -> tuple[float, ...]:
