@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -65,6 +66,21 @@ def test_a_process_on_the_gpu_is_foreign_unless_it_is_amptunes(monkeypatch: pyte
 
     monkeypatch.setattr(psutil.Process, "parent", deny)
     assert instruments_of(ScriptedNvml(pids=pids[:2]).gpu()).read().foreign_processes == (os.getppid(),)
+
+
+@pytest.mark.parametrize(
+    ("pids", "exclude", "foreign"),
+    [
+        ((4242, os.getpid(), 17), (), (17, 4242)),
+        ((4242, os.getpid(), 17), (17,), (4242,)),
+        ((17,), (), None),  # where this process is not listed, nothing is known of others
+        (None, (), None),
+    ],
+)
+def test_what_nvml_says_of_other_processes(pids: Any, exclude: tuple[int, ...], foreign: object) -> None:
+    gpu = ScriptedNvml(pids=pids).gpu()
+    assert gpu.foreign_processes(exclude=exclude) == foreign
+    assert gpu.unread() == (() if pids is not None else ("processes: Not Supported",))
 
 
 @pytest.mark.parametrize(
