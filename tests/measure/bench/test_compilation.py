@@ -54,20 +54,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> CompilingClock:
     return scripted
 
 
-def talking(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Leaves the graph in the middle."""
-    torch._dynamo.graph_break("it has something to say")
-    return x
-
-
-class Growing(nn.Linear):
+def growing() -> nn.Module:
     """Computes with a number of its own that is another one in every step, which no graph can foresee."""
 
-    times = 0
+    def call(own: Any, x: torch.Tensor) -> Any:
+        own.times += 1
+        return own.linear(x) * own.times
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.times += 1
-        return super().forward(x) * self.times
+    return Called(call, linear=nn.Linear(8, 8), times=0)
 
 
 def net(*between: nn.Module) -> nn.Sequential:
@@ -90,14 +84,15 @@ def test_what_was_compiled_is_used_again_for_the_same_policy_alone_and_trains_as
 
 @pytest.mark.usefixtures("clock")
 def test_a_graph_break_is_told() -> None:
-    (found,) = measured(Bench(workload_of(net(Called(talking))), CPU), COMPILED).graph_breaks
+    talking = Called(lambda _, x: (torch._dynamo.graph_break("it has something to say"), x)[1])
+    (found,) = measured(Bench(workload_of(net(talking)), CPU), COMPILED).graph_breaks
     assert "graph_break()" in found
     assert "Hint" not in found
 
 
 @pytest.mark.usefixtures("clock")
 def test_a_model_that_is_compiled_again_and_again_is_told_of() -> None:
-    bench = Bench(workload_of(Growing(8, 8)), CPU)
+    bench = Bench(workload_of(growing()), CPU)
     outcome = bench.measure(COMPILED, Effort(warmup_s=0.2, measure_s=0.1))
     assert not isinstance(outcome, Failure)
     assert bench._compilations.graphs > 5  # until PyTorch gives it up, and runs it uncompiled

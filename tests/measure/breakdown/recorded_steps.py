@@ -12,7 +12,8 @@ import json
 from functools import cache
 from pathlib import Path
 
-from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
+from simulated.recorded import H200
+
 from amptune.measure.breakdown.figures import distil
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.breakdown.step_trace import Kernel, Op, StepTrace
@@ -28,28 +29,6 @@ POLICIES = {
     "bf16-channels-last": amp_recipe("bf16", memory_format="channels_last"),
     "bf16-graphs": amp_recipe("bf16", compile="reduce-overhead"),
 }
-HOPPER = Gpu(
-    index=0,
-    name="Hopper",
-    uuid=None,
-    generation="hopper",
-    compute_capability=(9, 0),
-    memory_mib=143_771,
-    multiprocessors=132,
-    tensor_cores=True,
-    bf16=True,
-    tf32=True,
-    fp8=True,
-)
-
-
-def machine(gpu: Gpu | None = HOPPER) -> Hardware:
-    return Hardware(
-        device="cuda" if gpu else "cpu",
-        cpu=Cpu(model="any", architecture="x86_64", cores=1, memory_mib=None),
-        gpu=gpu,
-        software=Software(torch="2.11", python="3.12"),
-    )
 
 
 @cache
@@ -85,5 +64,5 @@ def recorded(workload: str, policy: str) -> StepProfile:
 
 def found_in(workload: str, policy: str) -> dict[str, Finding]:
     """The findings of the recorded step by code, in their order."""
-    findings = speed_findings(recorded(workload, policy), machine(), POLICIES[policy])
+    findings = speed_findings(recorded(workload, policy), H200, POLICIES[policy])
     return {finding.code: finding for finding in findings}

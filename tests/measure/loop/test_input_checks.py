@@ -28,11 +28,10 @@ def of(**more: Any) -> Workload:
     return workload_of(lambda: nn.Linear(8, 2), **more)
 
 
-@pytest.mark.parametrize("rows", [lambda _: 64, lambda n: n + 1])
-def test_a_batch_of_another_number_of_samples_is_an_error(rows: Any) -> None:
-    workload = of(batch=lambda n: torch.randn(rows(n), 8), batch_size=32)
-    with pytest.raises(TargetError, match=r"batch\(32\) returns (64|33) samples.* would count 32.*batch_size=(64|33)"):
-        check(workload)
+@pytest.mark.parametrize("rows", [64, 33])
+def test_a_batch_of_another_number_of_samples_is_an_error(rows: int) -> None:
+    with pytest.raises(TargetError, match=rf"batch\(32\) returns {rows} samples.* would count 32.*batch_size={rows}"):
+        check(of(batch=lambda _: torch.randn(rows, 8), batch_size=32))
 
 
 @pytest.mark.parametrize(

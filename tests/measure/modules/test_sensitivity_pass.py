@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from benches import CPU, Called, Checkpointed, require_lstm_in_bf16
-from benches import workload_of as any_workload
+from benches import CPU, Called, Checkpointed, workload_of
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
 
-from amptune import Workload
 from amptune.measure.bench.bench import Bench
 from amptune.measure.modules.sensitivity_pass import sense
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity
@@ -22,14 +20,6 @@ from amptune.policy.settings import STOCK
 BOTH: tuple[Half, ...] = ("bf16", "fp16")
 Model = nn.Module | Callable[[], nn.Module]
 IDS: dict[str, Any] = {"batch": lambda n: torch.randint(10, (n, 3))}
-
-
-def workload_of(model: Model, shape: tuple[int, ...] = (8,), **more: Any) -> Workload:
-    usual: dict[str, Any] = {
-        "loss": lambda model, batch: model(batch).float().square().mean(),
-        "optimizer": lambda model: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-    }
-    return any_workload(model, shape, **usual | more)
 
 
 def sensed(model: Model, shape: tuple[int, ...] = (8,), dtypes: tuple[Half, ...] = BOTH, **more: Any) -> Sensitivity:
@@ -53,25 +43,14 @@ def test_every_module_without_children_is_looked_at_in_the_order_of_the_calls() 
     assert whole.cast_ms_per_byte > 0
 
 
-class Repeating(nn.Module):
-    """The same Linear under two names, the first of them called three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.single = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.again = self.linear
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.single(self.linear(torch.tanh(self.again(torch.tanh(self.linear(x))))))
-
-
 def test_all_calls_of_a_module_count_whatever_it_is_called() -> None:
-    found = modules_of(sensed(Repeating()))
-    assert {path: module.calls for path, module in found.items()} == {"linear": 3, "single": 1}
-    shared, single = found["linear"], found["single"]
-    assert (shared.input_bytes, shared.output_bytes) == (3 * single.input_bytes, 3 * single.output_bytes)
-    assert single.fp32_ms is not None
-    assert shared.fp32_ms == pytest.approx(3 * single.fp32_ms)  # of one shape, so one time
+    linear, single = nn.Linear(8, 8), nn.Linear(8, 8)
+    found = modules_of(sensed(nn.Sequential(linear, nn.Tanh(), linear, nn.Tanh(), linear, single)))
+    assert {path: found[path].calls for path in ("0", "5")} == {"0": 3, "5": 1}
+    shared, once = found["0"], found["5"]
+    assert (shared.input_bytes, shared.output_bytes) == (3 * once.input_bytes, 3 * once.output_bytes)
+    assert once.fp32_ms is not None
+    assert shared.fp32_ms == pytest.approx(3 * once.fp32_ms)  # of one shape, so one time
 
 
 @dataclass
@@ -81,33 +60,16 @@ class Two:
     name: str = "not a tensor"
 
 
-class Giving(nn.Linear):
-    """Gives more than is used, in a structure of the user's."""
-
-    def __init__(self, packed: Callable[..., Any]) -> None:
-        super().__init__(8, 8, bias=False)
-        self.packed = packed
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.packed(super().forward(x), super().forward(x * 100))
-
-
 @pytest.mark.parametrize(
     ("packed", "used"),
     [(lambda *two: two, lambda pair: pair[0]), (Two, lambda pair: pair.other)],
     ids=["first", "last in a dataclass"],
 )
 def test_of_several_outputs_those_that_are_used_are_looked_at(packed: Any, used: Any) -> None:
-    module = modules_of(sensed(nn.Sequential(Giving(packed), Called(lambda _, two: used(two)))))["0"]
+    giving = Called(lambda own, x: packed(x @ own.weight, 100 * x @ own.weight), weight=nn.Parameter(torch.eye(8)))
+    module = modules_of(sensed(nn.Sequential(giving, Called(lambda _, two: used(two)))))["0"]
     assert module.output_bytes == module.input_bytes  # of the one that is used
     assert all(module.half_ms.values())
-
-
-@pytest.mark.parametrize("used", [lambda out: out[0], lambda out: out[1][1]])
-def test_an_lstm_is_looked_at_whichever_of_its_outputs_is_used(used: Callable[[Any], torch.Tensor]) -> None:
-    require_lstm_in_bf16()
-    model = nn.Sequential(nn.LSTM(8, 8, batch_first=True), Called(lambda _, out: used(out)))
-    assert modules_of(sensed(model, (5, 8), ("bf16",)))["0"].half_ms["bf16"]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -117,18 +79,16 @@ def test_checkpointed_blocks_are_looked_at_once(reentrant: bool) -> None:
     assert {path: module.calls for path, module in found.items()} == dict.fromkeys(("0", "1.0", "1.1", "1.2"), 1)
 
 
-class FrozenBelow(nn.Module):
+def frozen_below() -> nn.Module:
     """A frozen embedding, a module that is never called, one whose output nobody uses, and one called by name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 8).requires_grad_(False)
-        self.never, self.aside, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+    def call(own: Any, ids: torch.Tensor) -> Any:
+        hidden = own.embedding(ids)
+        own.aside(hidden)
+        return own.head(input=hidden)
 
-    def forward(self, ids: torch.Tensor) -> Any:
-        hidden = self.embedding(ids)
-        self.aside(hidden)
-        return self.head(input=hidden)
+    embedding = nn.Embedding(10, 8).requires_grad_(False)
+    return Called(call, embedding=embedding, never=nn.Linear(8, 8), aside=nn.Linear(8, 8), head=nn.Linear(8, 2))
 
 
 def once_only(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -137,18 +97,16 @@ def once_only(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-class WrittenToLater(nn.Module):
+def written_to_later() -> nn.Module:
     """The Dropout's input is changed by a sum in place, as residual connections often are."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop, self.other = nn.Linear(8, 8), nn.Dropout(0.0), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = self.linear(x)
-        dropped = self.drop(x)
+    def call(own: Any, x: torch.Tensor) -> Any:
+        x = own.linear(x)
+        dropped = own.drop(x)
         x += 1000.0
-        return x + self.other(dropped)
+        return x + own.other(dropped)
+
+    return Called(call, linear=nn.Linear(8, 8), drop=nn.Dropout(0.0), other=nn.Linear(8, 8))
 
 
 def around(*modules: nn.Module) -> nn.Module:
@@ -158,10 +116,10 @@ def around(*modules: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "parts", "looked_at"),
     [
-        (FrozenBelow, IDS, ["head"]),
+        (frozen_below, IDS, ["head"]),
         (lambda: around(Called(once_only)), {}, ["0", "2"]),
         (lambda: around(Called(lambda _, x: x.mul_(3.0))), {}, ["0", "2"]),
-        (WrittenToLater, {}, ["linear", "other"]),
+        (written_to_later, {}, ["linear", "other"]),
     ],
     ids=["no gradient", "raises", "writes into its input", "is written to later"],
 )
@@ -200,18 +158,16 @@ def test_a_module_whose_output_is_where_the_backward_pass_starts_is_looked_at() 
     assert list(modules_of(sensed(model, loss=lambda model, x: model(x)))) == ["0", "1"]
 
 
-class KeepsItsMean(nn.Module):
+def keeping_its_mean() -> nn.Module:
     """Divides by a buffer that it changes in place: autograd refuses if that was changed since the forward pass."""
 
-    mean: torch.Tensor
+    def call(own: Any, x: torch.Tensor) -> Any:
+        own.mean.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
+        return x / own.mean
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.mean.mul_(0.9).add_(0.1 * x.detach().abs().mean(0))
-        return x / self.mean
+    model = Called(call)
+    model.register_buffer("mean", torch.ones(8))
+    return model
 
 
 def noisy(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -220,7 +176,7 @@ def noisy(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_weights_buffers_and_attributes_are_put_back() -> None:
-    layers = (nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), KeepsItsMean(), Called(noisy))
+    layers = (nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Dropout(0.3), keeping_its_mean(), Called(noisy))
     bench = Bench(workload_of(around(*layers)), CPU)
     before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
     assert modules_of(sense(bench, STOCK, BOTH))["4"].half_ms["bf16"]
@@ -240,7 +196,7 @@ def test_the_step_that_is_looked_at_is_the_step_that_training_takes() -> None:
         sgd.register_step_post_hook(lambda *_: after.append([t.clone() for t in model.state_dict().values()]))
         return sgd
 
-    model = around(nn.BatchNorm1d(8), KeepsItsMean(), Called(noisy))
+    model = around(nn.BatchNorm1d(8), keeping_its_mean(), Called(noisy))
     sense(Bench(workload_of(model, optimizer=optimizer), CPU), STOCK, BOTH)
     first, _, watched = after  # two are timed, and then the first is taken again
     assert all(map(torch.equal, first, watched))
@@ -262,27 +218,14 @@ class Added(nn.Module):
         return a + b
 
 
-class Branching(nn.Module):
-    """`join` takes what `left` and `right` give, `plain` something that was changed on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right, self.plain = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.join = Added()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.plain(torch.tanh(self.join(self.left(x), self.right(x))))
-
-
 def test_producers_are_the_modules_whose_outputs_are_taken_as_they_are() -> None:
-    producers = {path: module.producers for path, module in modules_of(sensed(Branching())).items()}
+    def call(own: Any, x: torch.Tensor) -> Any:
+        return own.plain(torch.tanh(own.join(own.left(x), own.right(x))))
+
+    linears = {name: nn.Linear(8, 8) for name in ("left", "right", "plain")}
+    found = modules_of(sensed(Called(call, join=Added(), **linears)))
+    producers = {path: module.producers for path, module in found.items()}
     assert producers == {"left": (), "right": (), "join": ("left", "right"), "plain": ()}
-
-
-def test_the_whole_batch_is_looked_at_although_data_are_constant() -> None:
-    constant = torch.randn(32, 8)
-    (module,) = sensed(nn.Linear(8, 2), batch=lambda _: constant, batch_size=32).modules
-    assert module.input_bytes == 4 * constant.numel()
 
 
 @pytest.mark.gpu

@@ -105,18 +105,10 @@ def is_close(parity: Parity) -> bool:
 
 # --- what is found of a healthy model ---------------------------------------------------------------------------------
 
-RAISED: list[BaseException] = []
-
-
-def raising_in_half(model: nn.Module, batch: torch.Tensor) -> Any:
-    if RAISED and torch.is_autocast_enabled("cpu"):
-        raise RAISED[0]
-    return squares(model, batch)
-
 
 @cache
 def healthy(device: torch.device = CPU) -> tuple[Bench, Reference]:
-    bench = Bench(workload_of(perceptron, loss=raising_in_half), device)
+    bench = Bench(workload_of(perceptron), device)
     return bench, make_reference(bench, STOCK, ENOUGH_S)
 
 
@@ -140,35 +132,11 @@ def test_a_healthy_model_is_nearly_the_same_in_half(policy: Policy, device: torc
     assert (parity.evaluated, parity.evaluated_fp32, parity.evaluated_at_start) == (None, None, None)
 
 
-def test_bf16_rounds_more_coarsely_than_fp16() -> None:
-    for of_bf16, of_fp16 in zip(beside_fp32(BF16).gradients, beside_fp32(FP16).gradients, strict=True):
-        assert of_bf16.rounding == pytest.approx(8 * of_fp16.rounding, rel=0.2)
-        assert of_bf16.error > of_fp16.error
-
-
 @pytest.mark.parametrize("policy", [replace(O2, fp32_modules=(Fp32Rule(type="LayerNorm"),)), HALF_WEIGHTS])
 def test_a_healthy_model_trains_with_half_weights_as_in_fp32(policy: Policy) -> None:
     parity = require_sound(beside_fp32(policy))
     assert is_close(parity)
     assert not is_fp32_itself(parity)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (SystemExit(3), "error"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "oom"),
-        (RuntimeError("\"addmm\" not implemented for 'Half'"), "unsupported"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
-)
-def test_a_step_that_raises_under_the_policy_is_a_typed_failure(error: BaseException, kind: str) -> None:
-    RAISED.append(error)
-    failure = beside_fp32(BF16).failure
-    RAISED.clear()
-    assert failure is not None
-    assert (failure.kind, failure.exception) == (kind, type(error).__name__)
-    assert failure.where is not None
 
 
 def test_little_time_buys_a_short_look_and_less_none() -> None:
@@ -197,7 +165,6 @@ def attended_by_hand(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 attended = F.scaled_dot_product_attention
 DROPPING: dict[str, Callable[[], nn.Module]] = {
     "module": lambda: nn.Dropout(0.5),
-    "alpha": lambda: nn.AlphaDropout(0.5),
     "channels": lambda: nn.Dropout1d(0.5),
     "functional, by name": lambda: Called(lambda module, x: F.dropout(x, p=0.5, training=module.training)),
     "torch.dropout": lambda: Called(lambda module, x: torch.dropout(x, 0.5, module.training)),
@@ -207,7 +174,6 @@ DROPPING: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention": lambda: Called(
         lambda own, x: own.inner(x, x, x)[0], inner=nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
     ),
-    "LSTM": lambda: Called(lambda own, x: own.inner(x)[0], inner=nn.LSTM(4, 4, 2, dropout=0.5, batch_first=True)),
     "checkpointed": lambda: Called(
         lambda module, x: checkpoint(lambda y: F.dropout(y, 0.5, module.training), x, use_reentrant=False)
     ),
@@ -284,23 +250,18 @@ def test_numbers_that_are_drawn_in_half_are_those_of_fp32_rounded(draw: Callable
 # --- where gradients are compared -------------------------------------------------------------------------------------
 
 
-class Gate(nn.Module):
+def gated(inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **more: Any) -> Workload:
     """A branch that starts closed: until the gate moves, nothing in it has a gradient."""
 
-    def __init__(self, inside: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(nn.Linear(32, 32), Called(lambda _, x: inside(x)), nn.Linear(32, 32))
-        self.gate = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x + self.gate * self.branch(x).float()
-
-
-def gated(inside: Callable[[torch.Tensor], torch.Tensor] = lambda x: x, **more: Any) -> Workload:
     def to_learn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(model(x), x[:, :4] + x[:, 4:8] * x[:, 8:12])
 
-    layers = lambda: nn.Sequential(nn.Linear(16, 32), Gate(inside), nn.Linear(32, 4))  # noqa: E731
+    def layers() -> nn.Module:
+        branch = nn.Sequential(nn.Linear(32, 32), Called(lambda _, x: inside(x)), nn.Linear(32, 32))
+        opening = lambda own, x: x + own.gate * own.branch(x).float()  # noqa: E731
+        gate = Called(opening, branch=branch, gate=nn.Parameter(torch.zeros(1)))
+        return nn.Sequential(nn.Linear(16, 32), gate, nn.Linear(32, 4))
+
     return workload_of(layers, loss=to_learn, **more)
 
 
@@ -350,18 +311,17 @@ def test_what_is_near_the_limits_is_looked_at_a_second_time_if_there_is_time(pas
 # --- the yardstick ----------------------------------------------------------------------------------------------------
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """`head` has a weight that is computed from two parameters; `words` and the norms are used in FP32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.norm, self.batch_norm = nn.Embedding(20, 16), nn.LayerNorm(16), nn.BatchNorm1d(6)
-        self.lstm = nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(16, 20))
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, ids: torch.Tensor) -> Any:
-        return self.head(self.batch_norm(self.lstm(self.norm(self.words(ids)))[0])) * self.scale
+    return Called(
+        lambda own, ids: own.head(own.batch_norm(own.lstm(own.norm(own.words(ids)))[0])) * own.scale,
+        words=nn.Embedding(20, 16),
+        norm=nn.LayerNorm(16),
+        batch_norm=nn.BatchNorm1d(6),
+        lstm=nn.LSTM(16, 16, batch_first=True),
+        head=nn.utils.parametrizations.weight_norm(nn.Linear(16, 20)),
+        scale=nn.Parameter(torch.ones(1)),
+    )
 
 
 def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -371,7 +331,7 @@ def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 @each_device
 def test_the_yardstick_rounds_what_autocast_rounds(device: torch.device) -> None:
     require_lstm_in_bf16(device)
-    workload = workload_of(Mixed, batch=lambda n: torch.randint(20, (n, 7)), loss=next_token)
+    workload = workload_of(mixed, batch=lambda n: torch.randint(20, (n, 7)), loss=next_token)
     names, unseen = parameters_in_half(Bench(workload, device), STOCK)
     rounded = set(names)
     assert unseen is None
@@ -394,18 +354,6 @@ def test_all_parameters_are_rounded_where_autocast_breaks_the_model_or_casts_not
     assert "its limits for gradients may be too wide" in str(told)
     norm = looked_at(workload_of(lambda: nn.LayerNorm(16)), BF16).parity
     assert norm.all_rounded_because == "autocast casts no parameter"
-
-
-def tied() -> nn.Module:
-    embedding, head = nn.Embedding(20, 16), nn.Linear(16, 20, bias=False)
-    head.weight = embedding.weight
-    return nn.Sequential(embedding, head)
-
-
-def test_a_parameter_of_two_names_is_compared_once() -> None:
-    parity = sound(workload_of(tied, batch=lambda n: torch.randint(20, (n, 6)), loss=next_token), BF16)
-    assert [gradient.name for gradient in parity.gradients] == ["0.weight"]
-    assert is_close(parity)
 
 
 @pytest.mark.parametrize("odd", [Remembering, Growing, lambda: nn.BatchNorm1d(8).eval()])
@@ -440,9 +388,6 @@ def test_constant_data_is_taken_in_parts_if_it_can_be(samples: int, parts: int, 
 # --- a step of the user's own -----------------------------------------------------------------------------------------
 
 FINISH = "scaler-step update zero"
-CLIPPING = step_of(f"backward unscale clip {FINISH}", squares)
-
-
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
     "fused Adam": lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, fused=True),
@@ -452,8 +397,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize(
     ("step", "policy", "optimizer"),
     [
-        (CLIPPING, FP16, "fused Adam"),
-        (CLIPPING, BF16, "SGD"),
         (step_of(f"first {FINISH} second {FINISH}", squares), FP16, "SGD"),
         (None, replace(FP16, fused_optimizer=True), "fused Adam"),  # which is given scaled gradients
     ],
@@ -468,7 +411,8 @@ def test_gradients_are_unscaled_and_whole_whatever_the_users_step_does(
 
 
 def test_gradients_are_those_that_the_optimizer_is_given_and_one_that_takes_no_step_is_an_error() -> None:
-    reference = make_reference(Bench(workload_of(perceptron, loss=None, step=CLIPPING), CPU), STOCK, LITTLE_S)
+    clipping = step_of(f"backward unscale clip {FINISH}", squares)
+    reference = make_reference(Bench(workload_of(perceptron, loss=None, step=clipping), CPU), STOCK, LITTLE_S)
     lengths = (reference.run.gradients.sketches**2).sum(1) ** 0.5
     assert lengths == pytest.approx(0.01, rel=1e-3)
     bench = Bench(workload_of(perceptron, loss=None, step=step_of("backward", squares)), CPU)
@@ -541,22 +485,19 @@ def test_statistics_poisoned_by_an_overflow_are_noticed_although_losses_and_grad
     assert all(0 < off < 0.1 for off in buffers.values())
 
 
-def counting(own: Any, x: torch.Tensor) -> torch.Tensor:
-    """Half precision writes only half of what FP32 does."""
-    y: torch.Tensor = own.linear(x)
-    own.get_buffer("table").add_(1.0 if y.dtype == torch.float32 else 0.5)
-    return y
-
-
-def with_buffers() -> nn.Module:
-    model = Called(counting, linear=nn.Linear(16, 4))
-    model.register_buffer("table", torch.zeros(300, 300))  # more than 2**16 elements
-    model.register_buffer("mask", torch.full((16, 16), float("-inf")).triu(1))
-    model.register_buffer("unknown", torch.full((4,), float("nan")))
-    return model
-
-
 def test_large_buffers_are_compared_too_and_a_mask_is_no_difference() -> None:
+    def counting(own: Any, x: torch.Tensor) -> Any:
+        y = own.linear(x)
+        own.get_buffer("table").add_(1.0 if y.dtype == torch.float32 else 0.5)
+        return y
+
+    def with_buffers() -> nn.Module:
+        model = Called(counting, linear=nn.Linear(16, 4))
+        model.register_buffer("table", torch.zeros(300, 300))  # more than 2**16 elements
+        model.register_buffer("mask", torch.full((16, 16), float("-inf")).triu(1))
+        model.register_buffer("unknown", torch.full((4,), float("nan")))
+        return model
+
     parity = sound(workload_of(with_buffers), BF16)
     assert {buffer.path: buffer.off for buffer in parity.buffers} == {"table": pytest.approx(0.5)}
 
@@ -572,16 +513,12 @@ def failing(*_: object) -> Any:
     raise LookupError("in FP32 too")
 
 
-def rushing(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e30)
-
-
 @pytest.mark.parametrize(
     ("parts", "error", "words"),
     [
         ({"loss": failing}, LookupError, "in FP32 too"),
         ({"evaluate": failing}, UserCodeError, "in FP32 too"),
-        ({"optimizer": rushing}, NonFiniteError, r"the loss is (nan|inf) at step \d"),
+        ({"optimizer": lambda m: torch.optim.SGD(m.parameters(), lr=1e30)}, NonFiniteError, r"loss is \w+ at step \d"),
     ],
 )
 def test_what_breaks_in_fp32_itself_or_in_evaluate_is_raised(
@@ -604,12 +541,12 @@ def test_a_process_with_other_weights_makes_a_reference_of_its_own() -> None:
 def test_replicas_are_trained_when_a_curve_is_doubtful_and_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take most of the time, and can only widen what is allowed."""
     trained: list[int] = []
-    orders: list[Sequence[int]] = []
+    orders: set[tuple[int, ...]] = set()
     curve = Training.curve
 
     def noted(self: Training, order: Sequence[int], seed: int = 0) -> LossCurve:
         trained.append(seed)
-        orders.append(order)
+        orders.add(tuple(order))
         return curve(self, order, seed)
 
     monkeypatch.setattr(Training, "curve", noted)
@@ -624,8 +561,7 @@ def test_replicas_are_trained_when_a_curve_is_doubtful_and_once_in_a_process(mon
     assert trained[2:] == [0, 1, 2, 1, 2], "the policy's, once; the replicas; the policy's in their orders"
     judge(bench, BF16, reference)
     assert trained[7:] == [0, 1, 2]
-    assert len({tuple(order) for order in orders}) == 3
-    assert len({tuple(sorted(order)) for order in orders}) == 1, "the same batches, whatever their order"
+    assert (len(orders), len({tuple(sorted(order)) for order in orders})) == (3, 1), "the same batches in other orders"
 
 
 def test_what_evaluate_says_is_kept() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +18,8 @@ from amptune.measure.numerics.traces import trace_step
 from amptune.measure.results.half_effects import ModuleTrace, Reach, suspects
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 
-sys.path.append(str(Path(__file__).parents[2] / "numerics"))  # the models with faults are that folder's
-from faults import FAULTS
-
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 workload_of = partial(any_workload, loss=lambda model, batch: model(batch).float().square().mean())
-FAULT = {fault.name: fault for fault in FAULTS}
 
 
 def traced(workload: Workload, policy: Policy) -> dict[str, ModuleTrace]:
@@ -38,25 +32,17 @@ def largest(reach: Reach | None) -> tuple[float, float]:
     return reach.largest, reach.largest_fp32
 
 
-@pytest.mark.parametrize("name", ["log_sum_exp", "multiplied_mask", "peak_normalised"])
-def test_the_first_module_that_breaks_the_forward_pass_is_named(name: str) -> None:
+def test_the_first_module_that_breaks_the_forward_pass_is_named() -> None:
     """In fp16, and none in bf16. Modules are in the order in which their calls end, so it is the innermost."""
-    (path,) = FAULT[name].culprits
-    traces = traced(FAULT[name].workload, FP16)
-    assert next(trace.path for trace in traces.values() if trace.breaks_forward).startswith(path)
-    assert suspects(list(traces.values()))[0].startswith(path)
-    broken = next(trace for trace in traces.values() if trace.breaks_forward)
-    assert broken.outputs is not None
-    assert (broken.outputs.error, math.isfinite(broken.outputs.largest_fp32)) == (math.inf, True)
-    assert not any(one.breaks_forward or one.breaks_backward for one in traced(FAULT[name].workload, BF16).values())
-
-
-def test_a_quiet_fault_adds_most_to_the_error() -> None:
-    fault = FAULT["one_pass_variance"]
-    traces = traced(fault.workload, BF16)
-    assert not any(trace.breaks_forward or trace.breaks_backward for trace in traces.values())
-    first = suspects(list(traces.values()))[:3]
-    assert any(path.startswith(culprit) for path in first for culprit in fault.culprits)
+    loud = Called(lambda _, x: x * 1e5 / 1e5)
+    workload = workload_of(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Tanh(), loud), nn.Linear(8, 2)))
+    traces = traced(workload, FP16)
+    assert [path for path, trace in traces.items() if trace.breaks_forward] == ["1.1", "1", ""]
+    assert suspects(list(traces.values()))[0] == "1.1"
+    broken = traces["1.1"].outputs
+    assert broken is not None
+    assert (broken.error, math.isfinite(broken.largest_fp32)) == (math.inf, True)
+    assert not any(one.breaks_forward or one.breaks_backward for one in traced(workload, BF16).values())
 
 
 def test_the_module_that_breaks_the_backward_pass_is_named() -> None:
@@ -115,12 +101,11 @@ def test_the_error_is_relative_to_fp32() -> None:
     assert suspects(list(traces.values()))[0] == "1"
 
 
-@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
-def test_infinities_that_fp32_has_too_are_not_broken(policy: Policy) -> None:
+def test_infinities_that_fp32_has_too_are_not_broken() -> None:
     mask = torch.ones(8, 8).triu(1).bool()
     masked = Called(lambda _, scores: scores.masked_fill(mask, -math.inf))
     layers = (nn.Linear(8, 8), masked, nn.Softmax(-1), nn.Dropout(0.5), nn.Linear(8, 2))  # and dropout is no error
-    traces = traced(workload_of(nn.Sequential(*layers), (8, 8)), policy)
+    traces = traced(workload_of(nn.Sequential(*layers), (8, 8)), FP16)
     assert largest(traces["1"].outputs) == (math.inf, math.inf)
     assert not any(trace.breaks_forward or trace.breaks_backward for trace in traces.values())
     assert all(trace.outputs is not None and trace.outputs.error < 0.1 for trace in traces.values())
@@ -160,22 +145,17 @@ def trace_of(path: str, **places: Reach) -> ModuleTrace:
 
 
 def test_what_breaks_comes_before_what_is_wrong_and_the_backward_pass_runs_backward() -> None:
-    inf, nan = reach(math.inf, math.inf), reach(math.nan, math.inf)
+    inf, nan, off = reach(math.inf, math.inf), reach(math.nan, math.inf), reach(1.0, 0.5)
     traces = [
-        trace_of("wrong", outputs=reach(1.0, 0.5)),
+        trace_of("passes an error on", inputs=off, outputs=off),
+        trace_of("wrong", outputs=off),
         trace_of("back 1", weights=inf),
         trace_of("forward 1", outputs=inf),
         trace_of("forward 2", outputs=nan),
         trace_of("passes on", inputs=inf, outputs=inf),
         trace_of("back 2", gradients_out=nan),
         trace_of("", outputs=inf),
-        trace_of("sound"),
     ]
-    assert suspects(traces)[:4] == ["forward 1", "forward 2", "back 2", "back 1"]
-    assert suspects(traces).index("wrong") < suspects(traces).index("sound")
+    assert suspects(traces)[:5] == ["forward 1", "forward 2", "back 2", "back 1", "wrong"]
     assert "" not in suspects(traces)
-
-
-def test_an_error_that_came_in_is_not_the_modules() -> None:
-    assert trace_of("passed on", inputs=reach(1.0, 0.5), outputs=reach(1.0, 0.5)).adds == 0
-    assert trace_of("made", outputs=reach(1.0, 0.5)).adds == pytest.approx(50)
+    assert [trace.adds for trace in traces[:2]] == [0, pytest.approx(50)]

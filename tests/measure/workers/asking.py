@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -22,11 +21,6 @@ def drawn() -> tuple[float, ...]:
 
     bench = _bench()
     return bench.fingerprint(bench.drawn.batches(8, 1))
-
-
-def looked_through() -> int:
-    """How many objects a collection of garbage looks through."""
-    return len(gc.get_objects())
 
 
 def killed_once(marker: str, *, parent: bool = False) -> str:

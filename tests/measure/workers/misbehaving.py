@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -156,20 +155,6 @@ def sharded(model: nn.Module, tuned: Tuned) -> nn.Module:
     return fully_shard(model, tuned, mesh=mesh())
 
 
-def sharded_by_pytorch(model: nn.Module, tuned: Tuned) -> nn.Module:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(tuned.policy.autocast)
-    shard: Any = fsdp.fully_shard
-    return shard(model, mesh=mesh(), mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=dtype))  # type: ignore[no-any-return]
-
-
-def with_options(_: nn.Module, tuned: Tuned) -> nn.Module:
-    return DistributedDataParallel(tuned.model, gradient_as_bucket_view=True, static_graph=True)
-
-
-def mistaken(*_: object) -> nn.Module:
-    raise KeyError("no such mesh")
-
-
 def noting_loss(model: nn.Module, batch: torch.Tensor) -> Any:
     if rank() is not None:
         kinds = {type(one.data).__name__ for one in model.parameters()}
@@ -192,9 +177,7 @@ def breaking_loss(model: nn.Module, batch: torch.Tensor) -> Any:
 
 by_fsdp2 = of(parallel=sharded, loss=noting_loss)
 clipped = of(parallel=sharded, clip=0.1, accumulate=2)
-by_pytorch = of(parallel=sharded_by_pytorch, loss=noting_loss)
-by_ddp = of(parallel=with_options, loss=noting_loss)
 plain = of()
-raises = of(parallel=mistaken)
+wraps_another = of(parallel=lambda model, _: DistributedDataParallel(model))
 returns_nothing = of(parallel=lambda *_: None)
 breaks_in_rank_1 = of(WithAnIdlePart, parallel=sharded_to_the_idle_part, loss=breaking_loss)

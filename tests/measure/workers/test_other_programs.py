@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import misbehaving
 import psutil
@@ -45,38 +46,30 @@ def test_a_process_that_ran_before_is_another_program_and_one_that_one_starts_is
 
 
 @pytest.mark.parametrize(
-    ("before_s", "after_s", "passed_s", "busy"),
+    ("seconds", "passed_s", "cores", "usual", "left"),
     [
-        (100.0, 109.4, 10.0, 1),
-        (100.0, 106.0, 10.0, 1),
-        (100.0, 104.0, 10.0, 0),
-        (100.0, 97.0, 10.0, 0),
-        (100.0, 100.3, 0.3, 0),
-        (None, 5e6, 10.0, 0),  # a system that does not count
-        (5.0, None, 10.0, 0),
+        ((100.0, 109.4), 10.0, 2, 2, 1),
+        ((100.0, 106.0), 10.0, 2, 2, 1),
+        ((100.0, 104.0), 10.0, 2, 2, None),  # half a core is none
+        ((100.0, 97.0), 10.0, 2, 2, None),
+        ((100.0, 150.0), 10.0, 2, 2, 1),
+        ((100.0, 100.9), 0.9, 2, 2, None),  # too short a watch
+        ((None, 5e6), 10.0, 2, 2, None),  # a system that does not count
+        ((5.0, None), 10.0, 2, 2, None),
+        ((0.0, 16.4), 10.0, 64, 64, 63),  # what services take of each core is left out
+        ((0.0, 406.4), 10.0, 64, 32, 24),
+        ((0.0, 16.4), 10.0, 64, 32, None),
     ],
 )
-def test_a_core_is_busy_if_it_is_so_for_more_than_half_of_the_time(
-    before_s: float | None, after_s: float | None, passed_s: float, busy: int, monkeypatch: pytest.MonkeyPatch
+def test_as_many_threads_as_find_a_core_of_their_own(
+    seconds: tuple[float | None, ...], passed_s: float, cores: int, usual: int, left: int | None, monkeypatch: Any
 ) -> None:
-    times = iter([before_s, after_s])
+    times = iter(seconds)
     monkeypatch.setattr(OtherPrograms, "_seconds", lambda _: next(times))
-    monkeypatch.setattr(other_programs, "cores", lambda: 2)
+    monkeypatch.setattr(other_programs, "cores", lambda: cores)
     watch = OtherPrograms()
     watch._began_s -= passed_s
-    assert max(0, watch.busy_cores()) == busy
-
-
-@pytest.mark.parametrize(
-    ("cores", "busy", "usual", "left"),
-    [(2, 1, 2, 1), (2, 0, 2, None), (2, 5, 2, 1), (64, 1, 32, None), (64, 40, 32, 24)],
-)
-def test_as_many_threads_as_find_a_core_of_their_own(
-    cores: int, busy: int, usual: int, left: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(other_programs, "cores", lambda: cores)
-    monkeypatch.setattr(OtherPrograms, "busy_cores", lambda self: busy)  # noqa: ARG005
-    assert OtherPrograms().threads_beside(usual) == left
+    assert watch.threads_beside(usual) == left
 
 
 def test_workers_leave_out_the_threads_that_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

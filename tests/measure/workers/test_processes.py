@@ -19,12 +19,10 @@ import pytest
 import torch
 from pebble.common.types import CONSTS
 
-from amptune.measure.results.subject import Prepared
 from amptune.measure.workers import processes
 from amptune.measure.workers.processes import WorkerProcess, stop_all
 from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
-from amptune.measure.workers.worker import prepare
 
 LIMIT_S = 240.0  # a minute on a slow and busy machine is nothing; the whole test has 300 s
 FORKED = pytest.mark.skipif(sys.platform != "linux", reason="forked on Linux alone")
@@ -97,17 +95,6 @@ def test_what_a_script_draws_while_it_is_imported_is_the_same_in_every_process(t
     stop_all(workers)
     assert isinstance(one, tuple)
     assert one == other
-
-
-def test_a_workers_start_is_timed_and_its_trials_look_for_no_garbage_in_all_that_was_imported(tmp_path: Path) -> None:
-    one = worker(tmp_path)
-    prepared = one.call(LIMIT_S, prepare)
-    looked_through = one.call(LIMIT_S, asking.looked_through)
-    stop_all([one])
-    assert isinstance(prepared, Prepared)
-    assert 0 < prepared.start_s < LIMIT_S
-    assert isinstance(looked_through, int)
-    assert looked_through < 100_000  # of more than 250,000
 
 
 LIBRARY = """

@@ -30,7 +30,7 @@ def evaluator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerEvalua
     log = tmp_path_factory.mktemp("workers") / "workers.log"
     source = Source(target=f"{TARGET}:workload")
     with WorkerEvaluator(source, "cpu", log) as evaluator:
-        evaluator.prepare(LIMIT_S)
+        assert 0 < evaluator.prepare(LIMIT_S).start_s < LIMIT_S
         yield evaluator
 
 

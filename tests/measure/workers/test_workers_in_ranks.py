@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(600)
 LIMIT_S = 240.0
 QUICK = Effort(warmup_s=0.05, measure_s=0.01, min_steps=3, time_limit_s=LIMIT_S)
 TARGET = Path(how.__file__)
-BF16, FP16 = Policy(autocast="bf16"), Policy(autocast="fp16")
+BF16 = Policy(autocast="bf16")
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,6 @@ def test_ranks_train_on_batches_of_their_own_and_have_the_same_weights_after_eac
     ("batch_size", "kind", "words"),
     [
         (how.RAISES, "error", 'own mistake" (rank 1)'),
-        (how.OUT_OF_MEMORY, "oom", "CUDA out of memory. Tried to allocate 20.00 GiB. (rank 1)"),
         (how.KILLED, "killed", "the process of rank 1 was ended by SIGKILL; its output is in "),
         (how.QUITS, "error", "the script ends here (rank 1)"),
         (how.FIRST_RAISES, "error", "the first rank's own mistake"),
@@ -142,14 +141,6 @@ def test_a_loader_that_fails_in_another_rank_is_not_blamed_on_the_policy(evaluat
     outcome = failed(evaluator, effort=replace(QUICK, in_loop=True))
     assert outcome.exception == LOADER_FAILED
     assert outcome.message.endswith("a shard cannot be read (rank 1)")
-
-
-@pytest.mark.slow
-def test_a_launch_compiles_in_every_rank(evaluator: WorkerEvaluator, notes: Path) -> None:
-    compiled = Policy(compile="default")
-    evaluator.launch([compiled])
-    assert lines(notes, 1)
-    assert measured(evaluator, compiled).recompiled == 0
 
 
 @of("by_fsdp2")
@@ -202,27 +193,14 @@ def test_weights_that_break_in_another_ranks_part_are_the_trials_failure(evaluat
 
 
 @pytest.mark.parametrize(
-    ("evaluator", "kinds"),
-    [("by_pytorch", "FSDPNet of DTensor"), ("by_ddp", "DistributedDataParallel of Tensor")],
-    indirect=["evaluator"],
-)
-def test_what_the_workload_wraps_the_model_in_is_what_the_loss_gets(
-    evaluator: WorkerEvaluator, notes: Path, kinds: str
-) -> None:
-    assert measured(evaluator, BF16).devices == measured(evaluator, FP16).devices == 2
-    assert set(lines(notes, 1)) == {kinds}
-
-
-@pytest.mark.parametrize(
-    ("evaluator", "said"),
+    ("evaluator", "policy", "said"),
     [
-        ("raises", "'no such mesh'"),
-        ("returns_nothing", "parallel(model, tuned) returned NoneType, not a torch.nn.Module: return the model after"),
+        ("returns_nothing", STOCK, "parallel(model, tuned) returned NoneType, not a torch.nn.Module: return the model"),
+        ("wraps_another", Policy(compile="default"), "returned a DistributedDataParallel without tuned.model in it"),
     ],
     indirect=["evaluator"],
 )
-def test_a_mistake_in_it_is_told(evaluator: WorkerEvaluator, said: str) -> None:
-    failure = failed(evaluator)
+def test_a_mistake_in_how_it_is_wrapped_is_told(evaluator: WorkerEvaluator, policy: Policy, said: str) -> None:
+    failure = failed(evaluator, policy)
     assert failure.kind == "error"
-    assert failure.message.startswith(said)
-    assert failure.where is None or failure.where.startswith(f"{TARGET}:")
+    assert said in failure.message
