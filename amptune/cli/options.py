@@ -21,6 +21,7 @@ __all__ = [
     "FILE",
     "MEMORY",
     "SECONDS",
+    "AtLeast",
     "GroupedCommand",
     "json_option",
     "objective_options",
@@ -84,7 +85,19 @@ class _File(_TextType):
 
 FILE = _File()
 SECONDS = _Seconds()
-COUNT = click.IntRange(1, LARGEST)
+
+
+class AtLeast(click.IntRange):
+    """A whole number, and no larger than a file may hold one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = super().convert(value, param, ctx)
+        if number > LARGEST:
+            self.fail(f"{number} is more than {LARGEST}.", param, ctx)
+        return number
+
+
+COUNT = AtLeast(1)
 MEMORY = _Memory()
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,6 +16,7 @@ from amptune.cli.options import (
     FILE,
     MEMORY,
     SECONDS,
+    AtLeast,
     GroupedCommand,
     json_option,
     objective_options,
@@ -81,7 +82,7 @@ _GROUPS = {
 @click.option("--study", type=FILE, metavar="DIR|URL", help="Where trials are remembered. Default: .amptune/TARGET.")
 @click.option(
     "--seed",
-    type=click.IntRange(0, 2**32 - 1),
+    type=AtLeast(0),
     default=0,
     show_default=True,
     help="Of the search; batches have their own.",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from amptune.cli.options import (
-    COUNT,
     FILE,
     SECONDS,
+    AtLeast,
     GroupedCommand,
     json_option,
     print_json,
@@ -51,8 +51,8 @@ _GROUPS = {
 @click.option(
     "--numerics", is_flag=True, help="Does it train like FP32? Trains both side by side; measures no claim of speed."
 )
-@click.option("--steps", type=click.IntRange(20, COUNT.max), help="Training steps of a run. Default: 2000.")
-@click.option("--seeds", type=click.IntRange(3, COUNT.max), help="Runs of each of the two. Default: 5.")
+@click.option("--steps", type=AtLeast(20), help="Training steps of a run. Default: 2000.")
+@click.option("--seeds", type=AtLeast(3), help="Runs of each of the two. Default: 5.")
 @click.option("--budget", type=SECONDS, help="Wall-clock time of the whole command. Default: 90s; --numerics: 10m.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
 @quiet_option
