@@ -62,6 +62,7 @@ def test_an_excluded_module_computes_what_fp32_does(dtype: torch.dtype) -> None:
             assert torch.equal(model(x.to(dtype)), expected)
 
 
+@pytest.mark.filterwarnings("ignore:.* is set for the whole process")  # of another test's model, which may be alive
 def test_tf32_changes_matrix_products_and_ieee_restores_them() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
