@@ -40,7 +40,7 @@ def _sure(decision: Decision) -> str:
         if leader is None or verdict.confidence != "undecided":
             return f"{verdict.confidence}: none of {others} is better"
         if leader.chance < WORTH_NAMING:
-            return f"undecided: none of {others} looked better, by too few measurements to be sure"
+            return f"undecided: too few measurements to tell if one of {others} is better"
         return f"undecided: {leader.policy} may be better ({chance_in_words(leader.chance)} sure)"
     launches = max(1, verdict.gain.launches)
     by = f"{counted(winner.rows, 'measurement')} in {counted(launches, 'process')}"

@@ -18,6 +18,7 @@ __all__ = [
     "escape",
     "interval",
     "key",
+    "measured",
     "memory",
     "note",
     "number",
@@ -138,10 +139,18 @@ def memory(mib: float | None) -> str:
     return f"{mib:,.0f} MiB" if mib < 1024 else f"{mib / 1024:,.1f} GiB"
 
 
+def measured(value: float, low: float, high: float) -> tuple[str, str]:
+    """Returns a figure and its interval with the digits that the interval carries: two of half its width."""
+    half = (high - low) / 2
+    digits = max(0, math.ceil(1 - math.log10(half))) if half > 0 else _DIGITS
+    shown = [number(one) if digits >= _DIGITS else f"{one:,.{digits}f}" for one in (value, low, high)]
+    return shown[0], f"{shown[1]}-{shown[2]}"
+
+
 def times(ratio: Ratio | None) -> str:
     if ratio is None or not ratio.value > 0:
         return ""
-    return "1×" if ratio.low == ratio.high == 1 else f"{ratio.value:.{ratio.digits}f}×"
+    return "1×" if ratio.low == ratio.high == 1 else ratio.times
 
 
 def interval(ratio: Ratio | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from amptune.report.markup import interval, number, times
+from amptune.report.markup import interval, measured, number, times
 from amptune.report.text_table import TextRow, TextTable
 from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
 from amptune.search.table.gains import FIGURES
@@ -73,9 +73,9 @@ def _figures(contender: Contender, *, energy: bool, used: bool) -> tuple[str, ..
     if contender.failure is not None or contender.step_ms is None:
         return (str(contender.failure and contender.failure.kind),)
     ratio, between = contender.vs_baseline, contender.step_ms_ci95
+    step_ms = contender.step_ms
     return (
-        number(contender.step_ms),
-        "" if between is None else f"{number(between[0])}-{number(between[1])}",
+        *((number(step_ms), "") if between is None else measured(step_ms, *between)),
         number(contender.samples_per_s),
         f"{contender.peak_memory_mib:,.0f}",
         *((_joules(contender.energy_j_per_sample),) if energy else ()),

@@ -48,6 +48,8 @@ class LoaderBatches:
                 "DataLoader, a list of batches, or an object whose __iter__ begins anew"
             )
         self.loader = loader
+        if batch_dim is not None and (not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0):
+            raise TargetError(f"batch_dim must be an axis, 0 or 1 as a rule, not {batch_dim!r}")
         self.batch_size = batch_size or _size_of(loader, batch_dim, is_time_major=is_time_major)
         self.batch_dim = _axis_of(loader, self.batch_size) if batch_dim is None else batch_dim
         self._kept: list[Any] = []
@@ -100,13 +102,14 @@ def _size_of(loader: Iterable[Any], batch_dim: int | None, *, is_time_major: boo
             raise TargetError(f"the {kind} does not tell its batch size: pass batch_size=…")
         return size
     shapes = [tensor.shape for batch in _seen(loader) for tensor in tensors_in(batch) if tensor.ndim]
-    if not shapes:
-        raise TargetError(f"the {kind} does not tell its batch size: pass batch_size=…")
+    if not shapes or max(map(len, shapes)) <= (batch_dim or 0):
+        lacking = f": no tensor of its batches has an axis {batch_dim}" if shapes else ""
+        raise TargetError(f"the {kind} does not tell its batch size{lacking}: pass batch_size=…")
     first = {shape[min(batch_dim or 0, len(shape) - 1)] for shape in shapes}
     if len(first) == 1 and (batch_dim is not None or not is_time_major):
         return first.pop()
     common = set.intersection(*map(set, shapes))
-    if len(common) == 1:
+    if len(common) == 1 and (len(first) > 1 or not is_time_major):
         return common.pop()
     raise TargetError(
         f"the batches of this {kind} do not show which axis holds the samples: write batch_dim=1 if it is the second "

@@ -48,6 +48,7 @@ def test_the_batch_size_lies_along_the_axis_of_samples(
     ("model", "loader"),
     [
         (RECURRENT, batches(((35, 20), (35, 20)))),  # either may be the samples
+        (RECURRENT, batches(((35, 20, 8), (35, 35)))),  # a mask beside them
         (PLAIN, batches(((4, 3), (17, 5)))),  # images and boxes
         (PLAIN, batches(((35, 20),), ((31, 19),), ((9, 4),))),
     ],
@@ -56,6 +57,13 @@ def test_what_cannot_be_told_is_asked_for(model: nn.Module, loader: Any) -> None
     with pytest.raises(TargetError, match=r"Workload\(batch_dim=1\).*batch_size="):
         axis_and_size(model, loader)
     assert axis_and_size(model, loader, batch_size=5)[1] == 5
+
+
+def test_an_axis_that_no_tensor_has_tells_nothing() -> None:
+    with pytest.raises(TargetError, match="no tensor of its batches has an axis 5"):
+        axis_and_size(PLAIN, batches(((4, 3),)), batch_dim=5)
+    with pytest.raises(TargetError, match="batch_dim must be an axis, 0 or 1 as a rule, not '1'"):
+        axis_and_size(PLAIN, batches(((4, 3),)), batch_dim="1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.0, True, None])

@@ -20,7 +20,7 @@ from amptune.workload.copied_model import plain_model
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["FIRST_STEPS", "Stepper", "nonfinite_in"]
+__all__ = ["FIRST_STEPS", "Stepper", "needs_closure", "nonfinite_in"]
 
 # The first steps of a training: from a scale of 65536 a healthy model skips at most a few until its scale has settled.
 FIRST_STEPS = 8
@@ -104,6 +104,11 @@ class Stepper:
             one.register_step_pre_hook(partial(_look, look, held))
 
     @property
+    def is_recipe(self) -> bool:
+        """True if the step is amptune's own, of the workload's loss."""
+        return self._train is not None
+
+    @property
     def last_loss(self) -> float:
         """Loss of the last step; reading it waits for the device."""
         return float(self._loss)
@@ -176,11 +181,16 @@ def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim
             "step(tuned, model, optimizers, batch), in place of loss"
         )
     if workload.step is None and _needs_closure(found[0]):
-        raise TargetError(
-            f"{type(found[0]).__name__} runs the model in its own step, by a closure that amptune's step does not give "
-            "it: write the step as step(tuned, model, optimizer, batch), with optimizer.step(closure), in place of loss"
-        )
+        raise needs_closure(found[0])
     return found
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> TargetError:
+    """Returns the error for an optimizer that calls the model itself, which amptune's own step does not let it do."""
+    return TargetError(
+        f"{type(optimizer).__name__} runs the model in its own step, by a closure that amptune's step does not give "
+        "it: write the step as step(tuned, model, optimizer, batch), with optimizer.step(closure), in place of loss"
+    )
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -18,7 +18,7 @@ from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.bench.step import Stepper
+from amptune.measure.bench.step import Stepper, needs_closure
 from amptune.measure.modules.replay import versions_of
 from amptune.measure.results.subject import Leaf, Module, Subject
 from amptune.policy.settings import STOCK
@@ -49,7 +49,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
     fusable = False
     digest = model_digest(bench.model)  # before the step, as `apply` sees it: observers resize their buffers in it
     try:
-        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen):
+        with bench.on_device(STOCK) as (_, stepper), _watching(leaves, seen), _closures_told(stepper):
             has_sparse = _require_training(stepper, bench.model, own_step=bench.workload.step is not None)
             fusable = any(map(is_fusable, stepper.optimizers)) and not has_sparse
     except TargetError:
@@ -156,6 +156,17 @@ def _require_own(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[nn.
             "the model that it is given, as in lambda model: SGD(model.parameters(), lr=0.1)"
         )
     return held
+
+
+@contextmanager
+def _closures_told(stepper: Stepper) -> Iterator[None]:
+    """Turns the error of an optimizer that turns out to need a closure into one that says what to write."""
+    try:
+        yield
+    except Exception as error:
+        if stepper.is_recipe and "closure" in str(error):
+            raise needs_closure(stepper.optimizers[0]) from error
+        raise
 
 
 @contextmanager

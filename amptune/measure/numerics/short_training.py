@@ -46,7 +46,8 @@ class Training:
     bench: Bench
     tuned: Tuned
     feed: Feed
-    _captured: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _captured: list[tuple[int, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _never_step: set[int] = field(default_factory=set)
     _taken: int = 0
     _buffers: list[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]] = field(default_factory=list)
 
@@ -132,7 +133,8 @@ class Training:
                 start = partial(self.restart, self.feed.at, weights)
                 self._capture_one(stepper, start, prepare)
                 # Summed over the optimizer steps of one training step: a GAN takes several.
-                sketch, counts = (torch.stack(parts).sum(0) for parts in zip(*self._captured, strict=True))
+                sketch = torch.stack([one for _, one, _ in self._captured]).sum(0)
+                counts = torch.stack([one for _, _, one in self._captured]).sum(0)
                 self._require_finite(sketch)
                 sketches.append(sketch.numpy())
                 noticeable.append(counts.numpy())
@@ -194,18 +196,33 @@ class Training:
     def _capture_one(
         self, stepper: Stepper, start: Callable[[], None], prepare: Callable[[torch.nn.Module], None] | None
     ) -> None:
-        """Repeats the step until a gradient was captured before an optimizer step."""
+        """Repeats the step until each optimizer's gradients were captured, in the call in which it steps first.
+
+        An optimizer may step every few calls. A call that steps none goes on where the last ended, as a micro-batch.
+        """
+        kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        waited_for = {id(one) for one in stepper.optimizers} - self._never_step
+        begins = True
         for _ in range(MOST_HALVINGS):
-            start()
-            if prepare is not None:
-                prepare(self.tuned.model)
+            if begins:
+                start()
+                if prepare is not None:
+                    prepare(self.tuned.model)
             self._captured.clear()
             last, went = self._step(stepper)
             loss = float(last)
             if not math.isfinite(loss):
                 raise NonFiniteError(f"the loss is {loss} in the first step of batch {self.feed.at + 1}")
-            if self._captured and went:
-                return
+            begins = bool(self._captured) or not went
+            if went:
+                kept += [one for one in self._captured if one[0] in waited_for]
+                waited_for -= {own for own, _, _ in self._captured}
+            if kept and not waited_for:
+                break
+        if kept:
+            self._never_step |= waited_for
+            self._captured[:] = kept
+            return
         if not self.tuned.scaler.is_enabled():
             raise TargetError(
                 f"the optimizer that optimizer(model) returned took no step in {MOST_HALVINGS} training steps"
@@ -218,7 +235,7 @@ class Training:
         if found_inf is None or not float(found_inf):
             scale = getattr(optimizer, "grad_scale", None)
             with torch._C.DisableTorchFunction():
-                self._captured.append(self.sketcher(1.0 if scale is None else scale, held))
+                self._captured.append((id(optimizer), *self.sketcher(1.0 if scale is None else scale, held)))
 
     def _require_finite(self, sketch: torch.Tensor) -> None:
         if not torch.isfinite(sketch).all():

@@ -122,8 +122,9 @@ def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
 
 
 def _finalists(verdict: Verdict, amp_recipes: Sequence[Policy]) -> tuple[Contender, ...]:
-    """Returns the policies that were measured more than once, the baseline, the winner and the AMP recipes."""
+    """Returns the policies that were measured more than once, the baseline, the winner, the best rival, AMP recipes."""
     named = {verdict.winner.policy, verdict.baseline.policy, *amp_recipes}
+    named |= {verdict.leader.policy} if verdict.leader is not None else set()
     return tuple(contender for contender in verdict.contenders if contender.rows > 1 or contender.policy in named)
 
 

@@ -105,7 +105,7 @@ class StudyReport:
     def sentence(self) -> str:
         """The answer in words."""
         if self.keeps_the_baseline:
-            return f"keep what you have: no policy was seen {goal_of(self.objective)}"
+            return f"keep what you have: no policy was shown {goal_of(self.objective)}"
         return f"{self.policy}: {gain_in_words(self.objective, self.verdict.gain, self.verdict.speedup)}"
 
     @property

@@ -78,10 +78,18 @@ class Ratio:
         )
 
     def __str__(self) -> str:
-        if self.high > TOO_WIDE * self.value:
-            return f"{self.value:.1g}× (too noisy to tell)"
-        digits = self.digits
-        return f"{self.value:.{digits}f}× [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+        if self._says_nothing:
+            return f"{self.times} (too noisy to tell)"
+        return f"{self.times} [{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
+
+    @property
+    def times(self) -> str:
+        """The value alone, such as "1.52×"."""
+        return f"{self.value:.1g}×" if self._says_nothing else f"{self.value:.{self.digits}f}×"
+
+    @property
+    def _says_nothing(self) -> bool:
+        return self.high > TOO_WIDE * self.value
 
     @property
     def digits(self) -> int:

@@ -83,8 +83,15 @@ def test_batches_without_labels_are_named_with_what_they_share() -> None:
     assert "all values of tensor 2 of the batch are -100" in failure.message
 
 
-def test_an_optimizer_that_runs_the_model_is_refused_before_time_is_spent() -> None:
-    workload = workload_of(lambda: nn.Linear(8, 2), optimizer=lambda model: torch.optim.LBFGS(model.parameters()))
+class Sharpness(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "this needs a closure"
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Sharpness])
+def test_an_optimizer_that_runs_the_model_is_refused_before_time_is_spent(kind: Any) -> None:
+    workload = workload_of(lambda: nn.Linear(8, 2), optimizer=lambda model: kind(model.parameters(), lr=0.1))
     with pytest.raises(TargetError, match="write the step as step"):
         inspect_model(Bench(workload, CPU), "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ Step = Callable[[Tuned, nn.Module, Any, torch.Tensor], torch.Tensor]
 class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.calls = 0
         self.generator = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16))
         self.critic = nn.Sequential(nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
 
@@ -87,7 +89,44 @@ def inner_loop(tuned: Tuned, model: Any, optimizers: Any, batch: torch.Tensor) -
     return loss
 
 
+def every_second_call(*, in_model: bool) -> Step:
+    """The critic steps at every call and the generator at every second one, by a counter in the model or outside."""
+    outside: Any = SimpleNamespace(calls=0)
+
+    def step(tuned: Tuned, model: Any, optimizers: Any, batch: torch.Tensor) -> torch.Tensor:
+        counter = model if in_model else outside
+        counter.calls += 1
+        generator, critic = optimizers
+        with tuned.autocast():
+            loss = model.critic(model.generator(tuned.batch(batch))).square().mean()
+        tuned.scaler.scale(loss).backward()
+        for own in (critic, generator)[: 1 + (counter.calls % 2 == 0)]:
+            tuned.scaler.step(own)
+            own.zero_grad()
+        tuned.scaler.update()
+        return loss
+
+    return step
+
+
+def micro_batches_by_a_counter(tuned: Tuned, model: Any, optimizers: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Both step at every second call: what is counted is put back with the model."""
+    model.calls += 1
+    with tuned.autocast():
+        loss = model.critic(model.generator(tuned.batch(batch))).square().mean() / 2
+    tuned.scaler.scale(loss).backward()
+    if model.calls % 2 == 0:
+        for own in optimizers:
+            tuned.scaler.step(own)
+            own.zero_grad()
+        tuned.scaler.update()
+    return loss
+
+
 STEPS = {
+    "every second call": every_second_call(in_model=True),
+    "every second call, counted outside": every_second_call(in_model=False),
+    "micro-batches": micro_batches_by_a_counter,
     "gan": adversarial(unscales=False, clears=True),
     "gan, clipped": adversarial(unscales=True, clears=True),
     "gan, gradients kept": adversarial(unscales=False, clears=False),
