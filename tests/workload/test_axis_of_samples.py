@@ -63,7 +63,7 @@ def test_an_axis_that_no_tensor_has_tells_nothing() -> None:
     with pytest.raises(TargetError, match="no tensor of its batches has an axis 5"):
         axis_and_size(PLAIN, batches(((4, 3),)), batch_dim=5)
     with pytest.raises(TargetError, match="batch_dim must be an axis, 0 or 1 as a rule, not '1'"):
-        axis_and_size(PLAIN, batches(((4, 3),)), batch_dim="1")  # type: ignore[arg-type]
+        axis_and_size(PLAIN, batches(((4, 3),)), batch_dim="1")
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.0, True, None])

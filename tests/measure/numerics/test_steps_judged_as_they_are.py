@@ -98,7 +98,7 @@ def every_second_call(*, in_model: bool) -> Step:
         counter.calls += 1
         generator, critic = optimizers
         with tuned.autocast():
-            loss = model.critic(model.generator(tuned.batch(batch))).square().mean()
+            loss: torch.Tensor = model.critic(model.generator(tuned.batch(batch))).square().mean()
         tuned.scaler.scale(loss).backward()
         for own in (critic, generator)[: 1 + (counter.calls % 2 == 0)]:
             tuned.scaler.step(own)
@@ -113,7 +113,7 @@ def micro_batches_by_a_counter(tuned: Tuned, model: Any, optimizers: Any, batch:
     """Both step at every second call: what is counted is put back with the model."""
     model.calls += 1
     with tuned.autocast():
-        loss = model.critic(model.generator(tuned.batch(batch))).square().mean() / 2
+        loss: torch.Tensor = model.critic(model.generator(tuned.batch(batch))).square().mean() / 2
     tuned.scaler.scale(loss).backward()
     if model.calls % 2 == 0:
         for own in optimizers:
