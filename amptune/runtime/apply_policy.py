@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 import weakref
@@ -163,7 +164,10 @@ def _of_other_ranks(policy_file: PolicyFile) -> Iterator[Finding]:
 
 def _of_other_models(settings: Policy) -> Iterator[Finding]:
     """Yields a finding for each setting of the process that this policy changes under a model with another one."""
-    for knob in (knob for knob in KNOBS if knob.is_global):
+    changed = [knob for knob in KNOBS if knob.is_global]
+    if any(knob.of(policy) != knob.of(settings) for policy in _under_a_policy.values() for knob in changed):
+        gc.collect()  # models of before that nobody has any more, as a notebook leaves them
+    for knob in changed:
         for other, policy in _under_a_policy.items():
             if knob.of(policy) != knob.of(settings):
                 message = (

@@ -330,7 +330,21 @@ def test_a_trial_says_whether_it_became_steady_was_given_up_or_is_slow(host: Scr
     assert len(measured().losses) == 3
 
 
-@given(st.from_type(Measurement))
+FIGURE, SHARE = st.floats(1e-3, 1e9), st.floats(0.0, 1.0)
+
+
+@given(
+    st.builds(
+        Measurement,
+        samples_per_step=st.integers(1, 10**6),
+        step_ms=st.lists(FIGURE, min_size=1, max_size=9).map(tuple),
+        devices=st.integers(1, 64),
+        **dict.fromkeys(("warmup_s", "startup_s", "peak_allocated_mib", "peak_reserved_mib"), FIGURE),
+        **dict.fromkeys(("skipped_share", "wait_share"), SHARE),
+        host_delay=st.none() | SHARE,
+        energy_j_per_sample=st.none() | FIGURE,
+    )
+)
 @settings(max_examples=20)
 def test_a_measurement_survives_the_journal_and_older_ones_have_the_usual_values(one: Measurement) -> None:
     written = json.loads(json.dumps(outcome_to_dict(one)))
