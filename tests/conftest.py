@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,15 @@ def _collecting_garbage_is_quick() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_policy_outlives_its_test() -> Iterator[None]:
+    """A model that a test dropped under its policy is frozen garbage above, and would be told of the next policies."""
+    yield
+    if "amptune.runtime.apply_policy" in sys.modules:
+        sys.modules["amptune.runtime.apply_policy"]._under_a_policy.clear()
+        sys.modules["amptune.changes.flags"]._held.clear()
 
 
 @pytest.fixture(autouse=True)
