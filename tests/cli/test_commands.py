@@ -429,3 +429,8 @@ def test_a_policy_that_does_not_train_like_fp32_exits_with_1_and_an_interrupted_
     assert len((folder / ".amptune/train.py-small/curves.jsonl").read_text().splitlines()) == 2
     alone = run("verify", "amp-bf16", "train.py:small", "--steps", "40", folder=folder, evaluator=Machine())
     assert (alone.returncode, "--steps: is for --numerics only" in alone.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["policy", "profile", "space"])
+def test_a_schema_is_printed_as_json(folder: Path, kind: str) -> None:
+    assert json.loads(run("schema", kind, folder=folder).stdout)["type"] == "object"

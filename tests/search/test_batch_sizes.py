@@ -76,6 +76,12 @@ def test_a_global_batch_is_made_up_by_the_baselines_own_batches_too(tmp_path: Pa
     assert told.figures["batch_size"] == decision.policy.batch_size
 
 
+def test_the_largest_batch_is_looked_for_and_told_if_batch_sizes_are_searched(tmp_path: Path) -> None:
+    evaluator = RecordedEvaluator("resnet50", noise=0.002)
+    decision = tune_with(evaluator, request_in(tmp_path, evaluator.clock, trials=4, batch_size="auto"), lambda _: None)
+    assert "largest-batch" in {finding.code for finding in decision.findings}
+
+
 def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_path: Path) -> None:
     class Blind(RecordedEvaluator):
         def prepare(self, limit_s: float) -> Prepared:

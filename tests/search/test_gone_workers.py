@@ -10,8 +10,10 @@ import psutil
 import pytest
 from test_policy_sampler import opened
 
+from amptune.errors import StudyError
 from amptune.policy.settings import amp_recipe
 from amptune.search.sampler import storage
+from amptune.search.sampler.backend import storage_errors
 from amptune.search.sampler.leases import _has_ended_here, _place
 
 RECIPE = amp_recipe("bf16")
@@ -39,3 +41,13 @@ def test_one_that_was_killed_between_asking_and_claiming_on_another_host_holds_u
     suggestion = study.suggest(wanted=RECIPE)
     assert suggestion is not None
     assert suggestion.policy == RECIPE
+
+
+def test_the_error_of_a_missing_driver_names_it_once() -> None:
+    missing = ImportError("no driver")
+    missing.__cause__ = ModuleNotFoundError("No module named 'psycopg'")
+    for error, words in ((ImportError("no driver"), "no driver"), (missing, "no driver (No module named 'psycopg')")):
+        with pytest.raises(StudyError) as told, storage_errors():
+            raise error
+        assert words in str(told.value)
+        assert ("(" in str(told.value)) == (error is missing)

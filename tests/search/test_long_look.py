@@ -126,6 +126,18 @@ def verified(folder: Path, curves: Curves = recorded, *, seconds: float = 100.0,
     )
 
 
+def test_a_policy_is_held_against_fp32_as_the_file_names_it(tmp_path: Path) -> None:
+    asked: list[Policy] = []
+
+    def noted(policy: Policy, steps: int, seed: int) -> LossCurve | Failure:
+        asked.append(policy)
+        return curve(seed, steps=steps)
+
+    verified(tmp_path, noted)
+    assert asked[0] == STOCK
+    assert set(asked) == {STOCK, FP16}
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "study" / "curves.jsonl").read_text().splitlines()]
 
