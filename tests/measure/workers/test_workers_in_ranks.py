@@ -99,7 +99,7 @@ def test_ranks_train_on_batches_of_their_own_and_have_the_same_weights_after_eac
     ("batch_size", "kind", "words"),
     [
         (how.RAISES, "error", 'own mistake" (rank 1)'),
-        (how.KILLED, "killed", "the process of rank 1 was ended by SIGKILL; its output is in "),
+        (how.KILLED, "killed", "was ended by SIGKILL; its output is in "),
         (how.QUITS, "error", "the script ends here (rank 1)"),
         (how.FIRST_RAISES, "error", "the first rank's own mistake"),
     ],
