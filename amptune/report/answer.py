@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.gains import counted, gain_in_words, goal_of
-from amptune.search.table.ratio import chance_in_words
+from amptune.search.table.ratio import LIKELY, chance_in_words
 
 if TYPE_CHECKING:
     from amptune.search.decide.decision import Decision
@@ -39,6 +40,8 @@ def _sure(decision: Decision) -> str:
             return "nothing to compare"
         if leader is None or verdict.confidence != "undecided":
             return f"{verdict.confidence}: none of {others} is better"
+        if leader.chance >= LIKELY and leader.gain is not None and leader.gain.launches < PROCESSES:
+            return f"undecided: {leader.policy} was faster in one process alone, and it takes {PROCESSES} to tell"
         if leader.chance < WORTH_NAMING:
             return f"undecided: too few measurements to tell if one of {others} is better"
         return f"undecided: {leader.policy} may be better ({chance_in_words(leader.chance)} sure)"

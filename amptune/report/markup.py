@@ -150,7 +150,7 @@ def measured(value: float, low: float, high: float) -> tuple[str, str]:
 def times(ratio: Ratio | None) -> str:
     if ratio is None or not ratio.value > 0:
         return ""
-    return "1×" if ratio.low == ratio.high == 1 else ratio.times
+    return "1×" if ratio.low == ratio.high == 1 else f"{ratio.number}×"
 
 
 def interval(ratio: Ratio | None) -> str:

@@ -142,7 +142,7 @@ def _is_barred(study_report: StudyReport, contender: Contender) -> bool:
 
 
 def _with_interval(ratio: Ratio) -> str:
-    return f"{ratio.value:.{ratio.digits}f} times" if ratio.low == ratio.high else str(ratio)
+    return f"{ratio.number} times" if ratio.low == ratio.high else str(ratio)
 
 
 def _grounds(study_report: StudyReport) -> str:

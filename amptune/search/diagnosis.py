@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from amptune.hardware.machine import Hardware
-from amptune.measure.bench.broken_batches import BEFORE_TRAINING
 from amptune.measure.bench.readings import noticed
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
@@ -123,7 +122,7 @@ class _Examination:
         """Returns where the numbers of stock PyTorch break. Raises what else keeps it from running."""
         if failure.kind != "nonfinite":
             raise error_of_baseline(STOCK, failure)
-        if BEFORE_TRAINING in failure.message:  # the batches are named, which is all there is to say
+        if failure.in_batches:  # the batches are named, which is all there is to say
             return Finding(code="fp32-breaks", message=f"training breaks in FP32 already: {failure.message}")
         traces = self.evaluator.trace(STOCK, STOCK, self._limit_s)
         module, where = (None, "") if isinstance(traces, Failure) else where_fp32_breaks(traces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -50,8 +50,9 @@ class LoaderBatches:
         self.loader = loader
         if batch_dim is not None and (not isinstance(batch_dim, int) or isinstance(batch_dim, bool) or batch_dim < 0):
             raise TargetError(f"batch_dim must be an axis, 0 or 1 as a rule, not {batch_dim!r}")
-        self.batch_size = batch_size or _size_of(loader, batch_dim, is_time_major=is_time_major)
-        self.batch_dim = _axis_of(loader, self.batch_size) if batch_dim is None else batch_dim
+        shapes = [] if isinstance(loader, DataLoader) else _shapes_in(loader)  # those of a DataLoader are not needed
+        self.batch_size = batch_size or _size_of(loader, shapes, batch_dim, is_time_major=is_time_major)
+        self.batch_dim = _axis_of(shapes, self.batch_size) if batch_dim is None else batch_dim
         self._kept: list[Any] = []
 
     @property
@@ -94,14 +95,13 @@ class LoaderBatches:
         return {"loader": loader, **own, "_kept": []}
 
 
-def _size_of(loader: Iterable[Any], batch_dim: int | None, *, is_time_major: bool) -> int:
+def _size_of(loader: Iterable[Any], shapes: Sequence[torch.Size], batch_dim: int | None, *, is_time_major: bool) -> int:
     kind = type(loader).__name__
     if isinstance(loader, DataLoader):
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         if not isinstance(size, int):
             raise TargetError(f"the {kind} does not tell its batch size: pass batch_size=…")
         return size
-    shapes = [tensor.shape for batch in _seen(loader) for tensor in tensors_in(batch) if tensor.ndim]
     if not shapes or max(map(len, shapes)) <= (batch_dim or 0):
         lacking = f": no tensor of its batches has an axis {batch_dim}" if shapes else ""
         raise TargetError(f"the {kind} does not tell its batch size{lacking}: pass batch_size=…")
@@ -117,19 +117,17 @@ def _size_of(loader: Iterable[Any], batch_dim: int | None, *, is_time_major: boo
     )
 
 
-def _axis_of(loader: Iterable[Any], batch_size: int) -> int:
+def _axis_of(shapes: Sequence[torch.Size], batch_size: int) -> int:
     """Returns 1 if that axis has the batch size as its length where tensors have two, and the first has not; else 0."""
-    if isinstance(loader, DataLoader):
-        return 0  # its batches are not looked at ahead
-    shapes = [tensor.shape for batch in _seen(loader) for tensor in tensors_in(batch) if tensor.ndim > 1]
-    return int(bool(shapes) and all(shape[1] == batch_size != shape[0] for shape in shapes))
+    wide = [shape for shape in shapes if len(shape) > 1]
+    return int(bool(wide) and all(shape[1] == batch_size != shape[0] for shape in wide))
 
 
-def _seen(loader: Iterable[Any]) -> list[Any]:
-    """Returns the first batches but the last of them, which may be smaller."""
+def _shapes_in(loader: Iterable[Any]) -> list[torch.Size]:
+    """Returns the shapes of the tensors in the first batches but the last of them, which may be smaller."""
     with _own_randomness():
         first = list(islice(loader, MOST_SEEN))
-    return first[:-1] or first
+    return [tensor.shape for batch in first[:-1] or first for tensor in tensors_in(batch) if tensor.ndim]
 
 
 def _is_of_main(loader: DataLoader[Any]) -> bool:

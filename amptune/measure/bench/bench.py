@@ -117,7 +117,7 @@ class Bench:
             if failure.kind != "nonfinite" or policy != STOCK or self._leader is not None:
                 return failure
             which = self._broken_batches(effort)
-            return replace(failure, message=f"{failure.message}; {which}") if which else failure
+            return replace(failure, message=f"{failure.message}; {which}", in_batches=True) if which else failure
         finally:
             self.release()
 

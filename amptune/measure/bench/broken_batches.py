@@ -10,9 +10,7 @@ import torch
 
 from amptune.changes.tensor_tree import stored_in, tensors_in
 
-__all__ = ["BEFORE_TRAINING", "broken_in_words"]
-
-BEFORE_TRAINING = "have a loss that is not finite before anything was trained"
+__all__ = ["broken_in_words"]
 
 
 def broken_in_words(batches: Sequence[Any], loss_of: Callable[[Any], float]) -> str:
@@ -23,7 +21,7 @@ def broken_in_words(batches: Sequence[Any], loss_of: Callable[[Any], float]) -> 
     sound = [batch for i, batch in enumerate(batches) if i not in broken]
     shared = next(_shared([batches[i] for i in broken], sound), "")
     named = f"{len(broken)} of {len(batches)} batches, the first of them number {broken[0] + 1}"
-    return f"{named}, {BEFORE_TRAINING}{shared and f': {shared}'}"
+    return f"{named}, have a loss that is not finite before anything was trained{shared and f': {shared}'}"
 
 
 def _shared(broken: Sequence[Any], sound: Sequence[Any]) -> Iterator[str]:

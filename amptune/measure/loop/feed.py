@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,12 @@ class Epochs(Iterator[Any]):
             f"{self._call} yields no batch after the first {self._given}: it is spent after one epoch; "
             "return a DataLoader, or a new iterator at each call"
         )
+
+    @property
+    def samples(self) -> int | None:
+        """The number of samples that the loader draws from, once it has given a batch; None if it does not tell."""
+        sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
+        return len(sampler) if isinstance(sampler, Sized) else None
 
     def close(self) -> None:
         """Ends the loader's worker processes, even if another reference would keep them alive."""

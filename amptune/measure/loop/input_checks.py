@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import closing
 
 import torch
@@ -15,20 +15,24 @@ from amptune.policy.findings import Finding
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["changing_shapes", "most_samples", "require_sound_input"]
+__all__ = ["changing_shapes", "require_sound_input"]
 
 # So many shapes are usual: that of every batch, and that of the last.
 USUAL_SHAPES = 2
 
 
-def require_sound_input(bench: Bench) -> None:
-    """Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises."""
+def require_sound_input(bench: Bench) -> int | None:
+    """Returns how many samples the loader's data set has, if that is known: no batch can be larger.
+
+    Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises.
+    """
     workload = bench.workload
     _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
     if workload.loader is None:
-        return
+        return None
     with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
         require_size(workload, workload.batch_size, next(epochs))
+        return epochs.samples
 
 
 def changing_shapes(bench: Bench) -> Iterator[Finding]:
@@ -42,16 +46,6 @@ def changing_shapes(bench: Bench) -> Iterator[Finding]:
             "Fewer lengths (padding to a multiple of 64, batches of similar lengths) may let both pay"
         )
         yield Finding(code="changing-shapes", message=message, figures={"shapes": count, "batches": len(batches)})
-
-
-def most_samples(workload: Workload) -> int | None:
-    """Returns the number of samples in the loader's data set, which no batch can exceed; None if it does not tell."""
-    if workload.loader is None:
-        return None
-    with user_code(f"loader({workload.batch_size})"):
-        loader = workload.loader(workload.batch_size)
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return len(sampler) if isinstance(sampler, Sized) else None
 
 
 def _require_samples(workload: Workload, batch: object) -> None:

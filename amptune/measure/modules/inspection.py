@@ -164,7 +164,7 @@ def _closures_told(stepper: Stepper) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if stepper.is_recipe and "closure" in str(error):
+        if stepper.is_recipe and failure_of(error).in_update and "closure" in str(error):
             raise needs_closure(stepper.optimizers[0]) from error
         raise
 

@@ -134,6 +134,7 @@ class Failure:
     """A reason why a policy was not measured; `where` is `file:line` if the user's code raised an exception.
 
     `in_update` is True if the loss scaler, the optimizer or the clipping of gradients raised it: no module is at fault.
+    `in_batches` is True if some batches break the loss by themselves, which the message names.
     """
 
     kind: FailureKind
@@ -141,6 +142,7 @@ class Failure:
     where: str | None = None
     exception: str | None = None
     in_update: bool = False
+    in_batches: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}" + (f" ({self.where})" if self.where else "")

@@ -78,7 +78,7 @@ class Subject:
 
     @property
     def noticed(self) -> tuple[Finding, ...]:
-        """What is worth saying about the model before anything was measured."""
+        """Findings about the model by itself, before any trial."""
         if self.castable:
             return ()
         message = (

@@ -136,7 +136,7 @@ def prepare() -> Prepared:
     """
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
-    from amptune.measure.loop.input_checks import changing_shapes, most_samples, require_sound_input
+    from amptune.measure.loop.input_checks import changing_shapes, require_sound_input
     from amptune.measure.loop.step_mistakes import mistakes_in_step
     from amptune.measure.modules.inspection import inspect_model
 
@@ -145,8 +145,7 @@ def prepare() -> Prepared:
         bench = _bench()
         start_s = time.monotonic() - _State.began_s
         batches, draw_s = bench.drawn.sequence_in_time()
-        if batches:
-            require_sound_input(bench)
+        most_samples = require_sound_input(bench) if batches else None
         subject = inspect_model(bench, digest_of(_State.setting.source))
         return Prepared(
             hardware=probe(_State.setting.device),
@@ -158,7 +157,7 @@ def prepare() -> Prepared:
             batches=max(1, batches),
             devices=_State.setting.ranks,
             own_parallel=bench.workload.parallel is not None,
-            most_samples=most_samples(bench.workload),
+            most_samples=most_samples,
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message

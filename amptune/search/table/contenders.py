@@ -129,7 +129,7 @@ def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """What the rows of one policy say of it: samples per second in its newest run, of the loop if that was timed."""
+    """The figures of one policy, from its rows: samples per second of its newest run, in the loop if that was timed."""
 
     samples_per_s: float
     peak_memory_mib: float

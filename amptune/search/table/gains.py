@@ -54,5 +54,5 @@ def _least_speed(objective: Objective) -> str:
 
 def _times(ratio: Ratio) -> str:
     """Formats a ratio, without its interval if that is not seen in so many digits: peak memory is nearly the same."""
-    value, low, high = (f"{one:.{ratio.digits}f}" for one in (ratio.value, ratio.low, ratio.high))
-    return value if low == value == high else f"{value} [{low}, {high}]"
+    words = ratio.in_words()
+    return ratio.number if words == f"{ratio.number} [{ratio.number}, {ratio.number}]" else words

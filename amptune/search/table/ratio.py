@@ -57,7 +57,7 @@ class Ratio:
 
     @property
     def of_one_process(self) -> Ratio:
-        """The same with an interval that reaches 1: nobody has seen what another process does."""
+        """This ratio with an interval that reaches 1, since nobody has seen what another process does."""
         return replace(self, low=min(self.low, 1.0), high=max(self.high, 1.0))
 
     @property
@@ -78,14 +78,18 @@ class Ratio:
         )
 
     def __str__(self) -> str:
+        return self.in_words("×")
+
+    def in_words(self, unit: str = "") -> str:
+        """Returns the value and its interval, such as "1.52× [1.50, 1.54]"."""
         if self._says_nothing:
-            return f"{self.times} (too noisy to tell)"
-        return f"{self.times} [{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
+            return f"{self.number}{unit} (too noisy to tell)"
+        return f"{self.number}{unit} [{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
 
     @property
-    def times(self) -> str:
-        """The value alone, such as "1.52×"."""
-        return f"{self.value:.1g}×" if self._says_nothing else f"{self.value:.{self.digits}f}×"
+    def number(self) -> str:
+        """The value alone, such as "1.52"."""
+        return f"{self.value:.1g}" if self._says_nothing else f"{self.value:.{self.digits}f}"
 
     @property
     def _says_nothing(self) -> bool:

@@ -15,7 +15,7 @@ from amptune import Policy, Workload
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.failures import failure_of
-from amptune.measure.loop.input_checks import changing_shapes, most_samples
+from amptune.measure.loop.input_checks import changing_shapes, require_sound_input
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, HalfRule
@@ -78,7 +78,7 @@ def test_batches_without_labels_are_named_with_what_they_share() -> None:
     bench = Bench(workload, CPU)
     failure = bench.measure(STOCK, QUICK)
     assert isinstance(failure, Failure)
-    assert failure.kind == "nonfinite"
+    assert (failure.kind, failure.in_batches) == ("nonfinite", True)
     assert "8 of 32 batches, the first of them number" in failure.message
     assert "all values of tensor 2 of the batch are -100" in failure.message
 
@@ -152,5 +152,6 @@ def test_no_batch_is_larger_than_the_data() -> None:
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
-    assert most_samples(Workload.from_loop(model, loader, nn.CrossEntropyLoss(), optimizer)) == 100
-    assert most_samples(workload_of(lambda: nn.Linear(8, 2))) is None
+    workload = Workload.from_loop(model, loader, nn.CrossEntropyLoss(), optimizer)
+    assert require_sound_input(Bench(workload, CPU)) == 100
+    assert require_sound_input(Bench(workload_of(lambda: nn.Linear(8, 2)), CPU)) is None
