@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from amptune.policy.settings import Policy
 from amptune.search.sampler.catalog import History
+from amptune.search.sampler.surrogate import Belief
 from amptune.search.table.improvement import expected_improvement
 
 __all__ = ["Proposal", "optimistic", "proposals"]
@@ -50,7 +51,7 @@ def proposals(
         return None
     begun = sorted(catalog.index[one] for one in running if one in catalog.index)
     belief = history.belief_with(begun) if begun else history.belief
-    if belief is None or history.belief is None:
+    if belief is None:
         drawn = random.Random(f"{seed} {len(history.trials)} {begun}").choice(free)  # noqa: S311  # no secret
         policy = catalog.policies[drawn]
         return Proposal(policy=policy, gain=math.inf, optimistic=math.inf, seconds=seconds and seconds(policy))
@@ -58,10 +59,10 @@ def proposals(
     gains = expected_improvement(belief.mean[free] - best, belief.deviation[free])
     costs = [seconds(catalog.policies[index]) if seconds else None for index in free]
     chosen = int((gains / [cost or 1.0 for cost in costs]).argmax())
-    policy = catalog.policies[free[chosen]]
-    reach = optimistic(history, policy)
-    assert reach is not None  # noqa: S101  # there is a belief
-    return Proposal(policy=policy, gain=float(gains[chosen]), optimistic=reach, seconds=costs[chosen])
+    index, gain = free[chosen], float(gains[chosen])
+    return Proposal(
+        policy=catalog.policies[index], gain=gain, optimistic=_reach(belief, index), seconds=costs[chosen]
+    )
 
 
 def optimistic(history: History, policy: Policy) -> float | None:
@@ -70,6 +71,8 @@ def optimistic(history: History, policy: Policy) -> float | None:
     Returns None for a policy outside the catalog, and before two scores are known.
     """
     index, belief = history.catalog.index.get(policy), history.belief
-    if index is None or belief is None:
-        return None
+    return None if index is None or belief is None else _reach(belief, index)
+
+
+def _reach(belief: Belief, index: int) -> float:
     return float(belief.mean[index] + OPTIMISTIC * belief.deviation[index])
