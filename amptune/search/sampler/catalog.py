@@ -143,7 +143,9 @@ def _seen(policy: Policy, point: Point) -> Point:
 
 def _features(knobs: Sequence[Dimension]) -> list[Dimension]:
     """Returns the knobs of points as a surrogate sees them."""
-    found = {one.name: replace(one, choices=(*one.choices, UNUSED)) if one.name == "fp32_math" else one for one in knobs}
+    found = {
+        one.name: replace(one, choices=(*one.choices, UNUSED)) if one.name == "fp32_math" else one for one in knobs
+    }
     if COMPILED in found:
         parts = [mode for mode in ("off", "blocks", "on") if mode != "blocks" or mode in found[COMPILED].choices]
         graphs = found[CUDA_GRAPHS].choices if CUDA_GRAPHS in found else ()

@@ -60,9 +60,7 @@ def proposals(
     costs = [seconds(catalog.policies[index]) if seconds else None for index in free]
     chosen = int((gains / [cost or 1.0 for cost in costs]).argmax())
     index, gain = free[chosen], float(gains[chosen])
-    return Proposal(
-        policy=catalog.policies[index], gain=gain, optimistic=_reach(belief, index), seconds=costs[chosen]
-    )
+    return Proposal(policy=catalog.policies[index], gain=gain, optimistic=_reach(belief, index), seconds=costs[chosen])
 
 
 def optimistic(history: History, policy: Policy) -> float | None:
