@@ -10,12 +10,14 @@ from typing import Any
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, create_trial
 
-from amptune.measure.results.outcome import Failure, outcome_from_dict
+from amptune.measure.results.outcome import outcome_from_dict
 from amptune.policy.serialization import finite, policy_from_dict, text
 from amptune.search.space.knobs import BATCH_SIZE, Dimension, Point, Space
 from amptune.search.table.trial import Trial
 
-__all__ = ["distributions_of", "finished", "trial_from"]
+__all__ = ["Distributions", "complete", "distributions_of", "finished", "trial_from"]
+
+Distributions = Mapping[str, BaseDistribution]
 
 # Larger than any batch.
 LARGEST_BATCH = 2**31
@@ -39,32 +41,42 @@ def _distribution(knob: Dimension) -> BaseDistribution:
     return CategoricalDistribution(choices)
 
 
-def finished(trial: Trial, point: Point | None, distributions: Mapping[str, BaseDistribution]) -> FrozenTrial:
-    """Returns a trial as Optuna keeps it: complete, with the parameters of its point if that is one of the space.
-
-    A failed one violates a constraint, and is worth nothing: samplers do not see trials that Optuna calls failed.
-    """
-    is_point = point is not None and point.keys() == distributions.keys()
-    params = dict(point) if point is not None and is_point and _holds(distributions, point) else {}
-    row, violation = trial.row.as_dict(), 1.0 if isinstance(trial.outcome, Failure) else 0.0
-    constrained: Any = (
-        {"constraints": {"feasible": violation}} if HAS_CONSTRAINTS else {"system_attrs": {"constraints": [violation]}}
-    )
-    frozen = create_trial(
-        value=trial.samples_per_s,
-        params=params,
-        distributions=dict(distributions) if params else {},
-        user_attrs={**{name: row[name] for name in ("policy", "outcome", "run", "moment_s")}, "seconds": trial.seconds},
-        **constrained,
-    )
+def finished(trial: Trial, point: Point | None, distributions: Distributions) -> FrozenTrial:
+    """Returns a trial as Optuna keeps it: complete, with the parameters of its point if that is one of the space."""
+    row = trial.row.as_dict()
+    attributes = {**{name: row[name] for name in ("policy", "outcome", "run", "moment_s")}, "seconds": trial.seconds}
+    params = dict(point) if point is not None and _holds(distributions, point) else {}
+    frozen = complete(params, distributions, trial.samples_per_s, attributes)
     if frozen.datetime_complete is not None:
         frozen.datetime_start = frozen.datetime_complete - timedelta(seconds=trial.seconds)
     return frozen
 
 
-def _holds(distributions: Mapping[str, BaseDistribution], point: Point) -> bool:
+def complete(
+    params: Mapping[str, Any], distributions: Distributions, samples_per_s: float, attributes: Mapping[str, Any]
+) -> FrozenTrial:
+    """Returns a complete trial; if it was worth nothing, it violates a constraint.
+
+    Samplers see neither a trial that Optuna calls failed, nor one with another number of constraints than the others.
+    """
+    violation = 0.0 if samples_per_s else 1.0
+    constrained: Any = (
+        {"constraints": {"feasible": violation}} if HAS_CONSTRAINTS else {"system_attrs": {"constraints": [violation]}}
+    )
+    return create_trial(
+        value=samples_per_s,
+        params=dict(params),
+        distributions={name: distributions[name] for name in params},
+        user_attrs=dict(attributes),
+        **constrained,
+    )
+
+
+def _holds(distributions: Distributions, point: Point) -> bool:
+    """Returns True if a point has a value of each distribution, and no others."""
     try:
-        return all(one._contains(one.to_internal_repr(point[name])) for name, one in distributions.items())
+        held = (one._contains(one.to_internal_repr(point[name])) for name, one in distributions.items())
+        return point.keys() == distributions.keys() and all(held)
     except ValueError:  # Optuna's, of a category that is none of the choices
         return False
 

@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import History
-from amptune.search.sampler.optuna_trials import distributions_of, finished
+from amptune.search.sampler.optuna_trials import complete, distributions_of, finished
 from amptune.search.space.knobs import Space, Value
 from amptune.search.table.trial import Trial
 
@@ -53,10 +53,10 @@ class PolicySampler:
                 asked = self._study.ask(self._distributions)
                 policy = catalog.policy_of(asked.params)
                 known = history.latest.get(policy) if policy is not None else None
-                # a sampler that is told what it has asked for need not ask for it again
-                worth = 0.0 if policy is None else known.samples_per_s if known is not None else None
-                self._study.tell(asked, worth, state=TrialState.FAIL if worth is None else None)
-                is_taken = worth is not None or policy in besides
-                if policy is not None and not is_taken and catalog.index[policy] not in history.too_large:
+                self._study.tell(asked, state=TrialState.FAIL)
+                if policy is None or known is not None:  # a sampler that is told that need not ask for it again
+                    worth = 0.0 if known is None else known.samples_per_s
+                    self._study.add_trial(complete(asked.params, self._distributions, worth, {}))
+                elif policy not in besides and catalog.index[policy] not in history.too_large:
                     return policy
         return None
