@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +30,10 @@ __all__ = [
     "Space",
     "Value",
     "digest",
-    "forbidden_because",
+    "fitted",
     "pin",
     "points",
+    "reason_against",
     "restrict",
     "with_knob",
     "without_knob",
@@ -107,7 +108,10 @@ class Forbidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The settings worth trying on one architecture. Points in `try_first` are complete and allowed."""
+    """The settings worth trying on one architecture.
+
+    Points in `try_first` are complete and allowed, the likeliest winner first.
+    """
 
     architecture: str
     compute_capability: tuple[str, ...]
@@ -129,13 +133,13 @@ def points(space: Space) -> Iterator[Point]:
     """Yields every allowed point, in a stable order."""
     for values in itertools.product(*(knob.choices for knob in space.knobs)):
         point = Point({knob.name: value for knob, value in zip(space.knobs, values, strict=True)})
-        if forbidden_because(space, point) is None:
+        if reason_against(point, space.forbid) is None:
             yield point
 
 
-def forbidden_because(space: Space, point: Mapping[str, Value]) -> str | None:
-    """Returns why a point must not be tried; None if it is allowed."""
-    return next((rule.because for rule in space.forbid if rule.forbids(point)), None)
+def reason_against(point: Mapping[str, Value], rules: Iterable[Forbidden]) -> str | None:
+    """Returns why a point must not be tried; None if these rules allow it."""
+    return next((rule.because for rule in rules if rule.forbids(point)), None)
 
 
 def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
@@ -143,6 +147,23 @@ def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
     knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
     kept = tuple(point for point in space.try_first if name not in point or is_in(point[name], choices))
     return replace(space, knobs=knobs, try_first=kept)
+
+
+def fitted(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
+    """Returns the space with one knob cut to these values; starting points that need another are moved.
+
+    They take the only value left besides stock PyTorch's if there is one, else the plain one.
+    """
+    others = [value for value in choices if value != SEARCHED[name].stock]
+    instead = others[0] if len(others) == 1 else Dimension(name=name, choices=choices).plain
+    return restrict(_moved(space, name, choices, instead), name, choices)
+
+
+def _moved(space: Space, name: str, choices: tuple[Value, ...], instead: Value) -> Space:
+    """Returns the space with one value in its starting points for those outside the choices; equal ones are merged."""
+    moved = (one if is_in(one[name], choices) else Point({**one, name: instead}) for one in space.try_first)
+    allowed = (one for one in moved if reason_against(one, space.forbid) is None)
+    return replace(space, try_first=tuple(dict.fromkeys(allowed)))
 
 
 def pin(space: Space, name: str, text: str) -> Space:
@@ -162,9 +183,7 @@ def pin(space: Space, name: str, text: str) -> Space:
     value = _value_of(name, text)
     knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)
     forbid = tuple(rule for rule in space.forbid if not is_in(value, dict(rule.when).get(name, ())))
-    pinned = replace(space, knobs=knobs, forbid=forbid)
-    moved = dict.fromkeys(Point({**point, name: value}) for point in space.try_first)
-    return replace(pinned, try_first=tuple(p for p in moved if forbidden_because(pinned, p) is None))
+    return _moved(replace(space, knobs=knobs, forbid=forbid), name, (value,), value)
 
 
 def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Value) -> Space:

@@ -16,9 +16,8 @@ from amptune.search.space.knobs import (
     MASTERS,
     SEARCHED,
     WEIGHTS,
-    Point,
     Space,
-    forbidden_because,
+    fitted,
     pin,
     restrict,
     with_knob,
@@ -49,7 +48,7 @@ def narrowed(
             f"--set float8_modules={pins[FLOAT8]} is for Linears of 4096 × 2048 and more besides the head, on a GPU of "
             "compute capability 8.9 or more with torchao, and there are none; a policy file can name any Linears"
         )
-    space = _recomputing_soon(_for_model(space, subject))
+    space = _for_model(space, subject)
     recipes = _amp_recipes(space)
     if recipes and subject.leaves:
         space = with_knob(space, IN_HALF, (False, True), stock=False)
@@ -91,27 +90,14 @@ def _with_half_weights(space: Space, pins: Mapping[str, str]) -> Space:
 
 
 def _for_model(space: Space, subject: Subject) -> Space:
-    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, exclusions without modules.
-
-    If the optimizer cannot be fused, the starting points are tried without fusing it.
-    """
-    if not subject.fusable and space.choices("fused_optimizer"):
-        unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
-        space = replace(space, try_first=tuple(unfused))
+    """Drops values that cannot matter: layouts and cuDNN plans without convolutions, exclusions without modules."""
     for knob in space.knobs:
-        choices = tuple(value for value in knob.choices if SEARCHED[knob.name].matters(value, subject))
-        stock = SEARCHED[knob.name].stock
-        space = restrict(space, knob.name, choices or (stock,))
-        if SEARCHED[knob.name].is_optional and space.choices(knob.name) == (stock,):
+        of = SEARCHED[knob.name]
+        choices = tuple(value for value in knob.choices if of.matters(value, subject)) or (of.stock,)
+        space = fitted(space, knob.name, choices)
+        if of.is_optional and choices == (of.stock,):
             space = without_knob(space, knob.name)
     return space
-
-
-def _recomputing_soon(space: Space) -> Space:
-    """Adds the first starting point with all repeated blocks computed again, in front: it takes the least memory."""
-    soon = (Point({**point, CHECKPOINTS: "all"}) for point in space.try_first[:1])
-    allowed = (one for one in soon if "all" in space.choices(CHECKPOINTS) and forbidden_because(space, one) is None)
-    return replace(space, try_first=tuple(dict.fromkeys([*allowed, *space.try_first])))
 
 
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:
