@@ -145,11 +145,6 @@ class Price:
         modules = tuple(replace(one, stream="half") if one.path in paths else one for one in own)
         return replace(self, sensitivity=replace(self.sensitivity, modules=modules))
 
-    def own_gain_ms(self, modules: Collection[str]) -> float:
-        """Returns the ms that FP32 saves inside these modules, without the casts around them."""
-        own = [module for module in self.sensitivity.modules if module.path in modules]
-        return sum((module.half_ms[self.dtype] or 0.0) - (module.fp32_ms or 0.0) for module in own)
-
     def _ms(self, module: ModuleSensitivity, kept: bool, comes_wide: bool, *, first: bool) -> float:
         fp32_ms, half_ms = module.fp32_ms or 0.0, module.half_ms[self.dtype] or 0.0
         passes = 1 if first else 2  # the gradient is cast back, unless there is none
@@ -179,7 +174,7 @@ def savings_in_order(price: Price) -> list[tuple[str, ...]]:
             break
         best = min(
             (choice for choice in choices if now_ms - cost[choice] >= NEARLY * most_ms),
-            key=lambda choice: (len(choice), -price.own_gain_ms(choice)),
+            key=lambda choice: (len(choice), cost[choice]),
         )
         found.append(tuple(sorted(best - kept)))
         kept, now_ms = kept | best, cost[best]

@@ -30,12 +30,11 @@ __all__ = [
     "Space",
     "Value",
     "digest",
-    "fitted",
     "pin",
     "points",
     "reason_against",
     "restrict",
-    "with_knob",
+    "with_choices",
     "without_knob",
 ]
 
@@ -142,28 +141,24 @@ def reason_against(point: Mapping[str, Value], rules: Iterable[Forbidden]) -> st
     return next((rule.because for rule in rules if rule.forbids(point)), None)
 
 
-def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
-    """Returns the space with one knob cut to these values; starting points that need another are dropped."""
-    knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
-    kept = tuple(point for point in space.try_first if name not in point or is_in(point[name], choices))
-    return replace(space, knobs=knobs, try_first=kept)
+def with_choices(space: Space, name: str, choices: tuple[Value, ...], otherwise: Value | None = None) -> Space:
+    """Returns the space with these values of a knob, which it may have lacked.
 
-
-def fitted(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
-    """Returns the space with one knob cut to these values; starting points that need another are moved.
-
-    They take the only value left besides stock PyTorch's if there is one, else the plain one.
+    Starting points with another value, or none, take the one given for this and are merged with their equals; without
+    one they are dropped.
     """
-    others = [value for value in choices if value != SEARCHED[name].stock]
-    instead = others[0] if len(others) == 1 else Dimension(name=name, choices=choices).plain
-    return restrict(_moved(space, name, choices, instead), name, choices)
+    known = {knob.name: knob for knob in space.knobs} | {name: Dimension(name=name, choices=choices)}
+    moved = (
+        one if otherwise is None or is_in(one.get(name), choices) else Point({**one, name: otherwise})
+        for one in space.try_first
+    )
+    kept = (one for one in moved if is_in(one.get(name), choices) and reason_against(one, space.forbid) is None)
+    return replace(space, knobs=tuple(known.values()), try_first=tuple(dict.fromkeys(kept)))
 
 
-def _moved(space: Space, name: str, choices: tuple[Value, ...], instead: Value) -> Space:
-    """Returns the space with one value in its starting points for those outside the choices; equal ones are merged."""
-    moved = (one if is_in(one[name], choices) else Point({**one, name: instead}) for one in space.try_first)
-    allowed = (one for one in moved if reason_against(one, space.forbid) is None)
-    return replace(space, try_first=tuple(dict.fromkeys(allowed)))
+def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
+    """Returns the space with one knob, if it has it, cut to these values, and the starting points with one of them."""
+    return with_choices(space, name, choices) if space.choices(name) else space
 
 
 def pin(space: Space, name: str, text: str) -> Space:
@@ -174,22 +169,15 @@ def pin(space: Space, name: str, text: str) -> Space:
     """
     names = [knob.name for knob in space.knobs]
     if name not in names and name in SEARCHED and SEARCHED[name].is_optional:
-        return pin(with_knob(space, name, (SEARCHED[name].stock,), stock=SEARCHED[name].stock), name, text)
+        return pin(with_choices(space, name, (SEARCHED[name].stock,), SEARCHED[name].stock), name, text)
     if name in FORMER:
         raise SpaceError(f"{taken_out(name)}; leave --set {name}={text} out")
     if name not in names:
         hint = "use --batch-size; " if name == BATCH_SIZE else suggestion(name, (*names, BATCH_SIZE))
         raise SpaceError(f"{name!r} is no knob of this search; {hint}the knobs are {', '.join(names)}")
     value = _value_of(name, text)
-    knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)
     forbid = tuple(rule for rule in space.forbid if not is_in(value, dict(rule.when).get(name, ())))
-    return _moved(replace(space, knobs=knobs, forbid=forbid), name, (value,), value)
-
-
-def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Value) -> Space:
-    """Returns the space with one more knob; starting points have it at `stock`."""
-    first = tuple(Point({**point, name: stock}) for point in space.try_first)
-    return replace(space, knobs=(*space.knobs, Dimension(name=name, choices=choices)), try_first=first)
+    return with_choices(replace(space, forbid=forbid), name, (value,), value)
 
 
 def without_knob(space: Space, name: str) -> Space:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from amptune.measure.results.subject import Module
 from amptune.policy.patterns import matcher_of
@@ -25,17 +25,21 @@ MOST_STARS = 3
 Bits = int
 
 
+# The ways in which a rule names modules, the nicest first.
+MODULE, CONTAINER, TYPE, PATTERN = range(4)
+
+
 class _Candidate(NamedTuple):
     """A rule that covers these modules and no forbidden one; the nicest sorts first, by its kind and its size."""
 
-    kind: Literal["1 module", "2 container", "3 type", "4 pattern"]
+    kind: int
     size: tuple[int, int]
     text: str
     covers: Bits
 
     @property
     def rule(self) -> Fp32Rule:
-        return Fp32Rule(type=self.text) if self.kind == "3 type" else Fp32Rule(path=self.text)
+        return Fp32Rule(type=self.text) if self.kind == TYPE else Fp32Rule(path=self.text)
 
 
 def general_rules(
@@ -95,12 +99,12 @@ def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: froz
     right = [module for module in modules if module.path in covers and module.path not in wrong]
     spoilers = [module for module in modules if module.path in wrong]
     for module in right:
-        kind, path = ("1 module" if module.runs else "2 container"), module.path
+        kind, path = (MODULE if module.runs else CONTAINER), module.path
         yield _Candidate(kind=kind, size=(0, len(path)), text=path, covers=covers[path])
     forbidden = GENERIC_TYPES.union(root_types, *(module.types for module in spoilers))
     for name in {module.types[0] for module in right} - forbidden:
         of_type = reduce(or_, (covers[module.path] for module in right if name in module.types))
-        yield _Candidate(kind="3 type", size=(0, len(name)), text=name, covers=of_type)
+        yield _Candidate(kind=TYPE, size=(0, len(name)), text=name, covers=of_type)
     yield from _patterns([module.path for module in right], covers, [module.path for module in spoilers])
 
 
@@ -127,7 +131,7 @@ def _patterns(right: Sequence[str], covers: Mapping[str, Bits], wrong: Sequence[
             found.pop(pattern, None)
     for (text, stars), bits in found.items():
         if stars:
-            yield _Candidate(kind="4 pattern", size=(stars, -len(text)), text=text, covers=bits)
+            yield _Candidate(kind=PATTERN, size=(stars, -len(text)), text=text, covers=bits)
 
 
 def _written(path: str, stems: frozenset[str]) -> list[tuple[str, int]]:

@@ -82,7 +82,7 @@ def _no_space(name: str) -> str:
 
 
 def space_for(hardware: Hardware) -> Space:
-    """Returns the space of this machine's GPU, or of its CPU; what has an unknown name gets the one for its features."""
+    """Returns the space of this machine's GPU, or of its CPU; an unknown newer GPU gets the one for its features."""
     return load_space(_name_for_cpu(hardware.cpu) if hardware.gpu is None else _name_for(hardware.gpu))
 
 
@@ -119,14 +119,18 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
         raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
     body = validate(document, _SpaceDocument)
     base = _base_of(document, body.extends, (*extended_by, Path(document.source).resolve()))
-    _raise_if_any(_knob_problems(document, body))
     choices = {knob.name: knob.choices for knob in base.knobs}
-    choices |= {name: tuple(dict.fromkeys(values)) for name, values in (body.knobs or {}).items()}
-    knobs = tuple(Dimension(name=name, choices=values) for name, values in choices.items())
+    choices |= {name: tuple(dict.fromkeys(_legal(name, values))) for name, values in (body.knobs or {}).items()}
+    knobs = tuple(Dimension(name=name, choices=values) for name, values in choices.items() if values)
     own = tuple(map(_rule_of, body.forbid or ()))
-    _raise_if_any(_point_problems(document, body, knobs, (*own, *base.forbid)))
+    problems = list(_problems(document, body, knobs, (*own, *base.forbid)))
+    if problems:
+        raise FileFormatError(problems)
     rules = tuple({rule.when: rule for rule in (*base.forbid, *own)}.values())
-    _raise_if_any(_size_problems(document, math.prod(map(len, choices.values())), len(rules)))
+    count, most = math.prod(len(knob.choices) for knob in knobs), LARGEST_SPACE // (len(rules) + 1)
+    if count > most:
+        message = f"{count:,} points: beside {len(rules)} rules, a space has at most {most:,}"
+        raise FileFormatError([document.problem((), message)])
     first = [_completed(point, knobs) for point in (base.try_first if body.try_first is None else body.try_first)]
     allowed = (point for point in first if all(is_in(point[name], choices[name]) for name in point))
     return Space(
@@ -136,11 +140,6 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
         forbid=rules,
         try_first=tuple(point for point in allowed if reason_against(point, rules) is None),
     )
-
-
-def _raise_if_any(problems: Iterable[Problem]) -> None:
-    if found := list(problems):
-        raise FileFormatError(found)
 
 
 def _base_of(document: Document, extends: str | None, seen: tuple[Path, ...]) -> Space:
@@ -157,7 +156,7 @@ def _base_of(document: Document, extends: str | None, seen: tuple[Path, ...]) ->
 
 
 def _rule_of(body: _ForbidBody) -> Forbidden:
-    when = tuple((name, _as_tuple(values)) for name, values in body.when.items())
+    when = tuple((name, tuple(_listed(values))) for name, values in body.when.items())
     return Forbidden(when=when, because=body.because, for_speed=body.for_speed)
 
 
@@ -166,80 +165,64 @@ def _completed(point: Mapping[str, Value], knobs: Iterable[Dimension]) -> Point:
     return Point({**{knob.name: knob.plain for knob in knobs}, **point})
 
 
-def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
-    if body.knobs is None and body.extends is None:
-        yield document.problem((), "knobs: this key is missing")
-    for name, choices in (body.knobs or {}).items():
-        if name not in SEARCHED:
-            message = f"unknown knob {name!r}; {suggestion(name, SEARCHED)}the knobs are {', '.join(SEARCHED)}"
-            yield document.problem(("knobs", name), _told_if_former(name, message), key=True)
-            continue
-        if not choices:
-            yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
-        legal = SEARCHED[name].values
-        said = "one of " + ", ".join(map(_word, legal)) if legal else "a whole number"
-        for index, value in enumerate(choices):
-            if not (is_in(value, legal) if legal else _is_count(value, least=0 if SEARCHED[name].stock == 0 else 1)):
-                yield document.problem(("knobs", name, index), f"{name}: {value!r} is not {said}")
+def _listed(values: Any) -> list[Any]:
+    """Returns a rule's values; an empty list counts as one value, which no knob has."""
+    return values if isinstance(values, list) and values else [values]
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return type(value) is int and least <= value <= LARGEST
+def _legal(name: str, values: Iterable[Any], choices: tuple[Value, ...] = ()) -> list[Any]:
+    """Returns the values that a knob may have: those among the choices, or that a policy may have if there are none."""
+    if name not in SEARCHED:
+        return []
+    if known := choices or SEARCHED[name].values:
+        return [value for value in values if is_in(value, known)]
+    least = 0 if SEARCHED[name].stock == 0 else 1
+    return [value for value in values if type(value) is int and least <= value <= LARGEST]
 
 
-def _point_problems(
+def _problems(
     document: Document, body: _SpaceDocument, knobs: Sequence[Dimension], rules: Sequence[Forbidden]
 ) -> Iterator[Problem]:
+    if body.knobs is None and body.extends is None:
+        yield document.problem((), "knobs: this key is missing")
+    for name, values in (body.knobs or {}).items():
+        yield from _wrong_values(document, ("knobs", name), values, dict.fromkeys(SEARCHED, ()))
+        if not values:
+            yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
     choices = {knob.name: knob.choices for knob in knobs}
     for index, point in enumerate(body.try_first or ()):
-        values = {name: (value,) for name, value in point.items()}
-        wrong = list(_values_outside(document, ("try_first", index), values, choices))
+        path = ("try_first", index)
+        wrong = [one for name in point for one in _wrong_values(document, (*path, name), [point[name]], choices)]
         yield from wrong
         reason = None if wrong else reason_against(_completed(point, knobs), rules)
         if reason is not None:
-            yield document.problem(("try_first", index), f"this starting point is forbidden: {reason}")
+            yield document.problem(path, f"this starting point is forbidden: {reason}")
     for index, rule in enumerate(body.forbid or ()):
         if not rule.when:
             yield document.problem(("forbid", index), "when: names no knob, and so would forbid everything")
         if not rule.because.strip():
             yield document.problem(("forbid", index, "because"), "because: say why, with a source")
-        when = {name: _as_tuple(values) for name, values in rule.when.items()}
-        yield from _values_outside(document, ("forbid", index, "when"), when, choices)
+        for name, values in rule.when.items():
+            yield from _wrong_values(document, ("forbid", index, "when", name), _listed(values), choices)
 
 
-def _values_outside(
-    document: Document,
-    path: tuple[str | int, ...],
-    values_of: Mapping[str, tuple[Any, ...]],
-    choices: Mapping[str, tuple[Value, ...]],
+def _wrong_values(
+    document: Document, path: tuple[str | int, ...], values: Sequence[Any], choices: Mapping[str, tuple[Value, ...]]
 ) -> Iterator[Problem]:
-    for name, values in values_of.items():
-        if name not in choices:
-            message = f"{name!r} is no knob of this space; {suggestion(name, choices)}".removesuffix("; ").rstrip()
-            yield document.problem((*path, name), _told_if_former(name, message), key=True)
-            continue
-        offered = ", ".join(map(_word, choices[name]))
-        for value in values:
-            if not is_in(value, choices[name]):
-                message = f"{name}: {_word(value)} is not among this knob's values {offered}"
-                yield document.problem((*path, name), message)
-
-
-def _size_problems(document: Document, points: int, rules: int) -> Iterator[Problem]:
-    if points * (rules + 1) > LARGEST_SPACE:
-        most = LARGEST_SPACE // (rules + 1)
-        yield document.problem((), f"{points:,} points: beside {rules} rules, a space has at most {most:,}")
-
-
-def _told_if_former(name: str, message: str) -> str:
-    return f"{taken_out(name)}: remove it" if name in FORMER else message
+    """Yields a problem for an unknown knob, or for each value of a known one that is none of its choices."""
+    name = str(path[-1])
+    if name not in choices:
+        unknown = f"unknown knob {name!r}; {suggestion(name, choices)}the knobs are {', '.join(choices)}"
+        told = f"{taken_out(name)}: remove it" if name in FORMER else unknown
+        yield document.problem(path, told, key=True)
+        return
+    known = choices[name] or SEARCHED[name].values
+    allowed = "one of " + ", ".join(map(_word, known)) if known else "a whole number"
+    for index, value in enumerate(values):
+        if not _legal(name, [value], choices[name]):
+            yield document.problem((*path, index), f"{name}: {_word(value)!r} is not {allowed}")
 
 
 def _word(value: Any) -> str:
     """Returns a value as the file spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _as_tuple(values: Any) -> tuple[Any, ...]:
-    """Returns the values of a rule; an empty list is no value, and is told of as one that the knob has not."""
-    return tuple(values) if isinstance(values, list) and values else (values,)
