@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amptune.policy.findings import Finding
-from amptune.policy.settings import Policy
-from amptune.search.decide.conclusion import decide, devices_findings
-from amptune.search.decide.decision import Decision
+from amptune.search.decide.caveats import devices_findings
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.decide.decision import Decision, decide
 from amptune.search.durations import Durations
 from amptune.search.measuring import loader_findings
 from amptune.search.state import State
+from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.verdict import Verdict
 
@@ -29,30 +32,27 @@ def decision_of(
     verdict = state.verdict
     if verdict is None:
         return None
-    before = (*state.prepared.noticed, *_sizes_found(state), *noticed, *loader_findings(state.rounds.loader_failure))
-    decision = decide(
+    found = Conclusion(
+        verdict=verdict,
+        trials=tuple(state.history.trials),
+        judgements=state.judgements,
+        recipes=state.candidates.amp_recipes,
+    )
+    sizes = () if state.sizes is None else state.sizes.findings
+    return decide(
+        found,
         state.prepared,
-        state.history.trials,
         state.table,
-        verdict,
-        state.judgements,
-        noticed_before=before,
-        amp_recipes=state.candidates.amp_recipes,
+        findings=(*sizes, *noticed, *loader_findings(state.rounds.loader_failure), *_noticed(state, verdict)),
         seconds=state.spent_s,
         interrupted=interrupted,
         timeline=timeline,
+        again=_again(state),
     )
-    return decision.with_findings(_noticed_after(state, decision.policy, verdict))
 
 
-def _sizes_found(state: State) -> Iterator[Finding]:
-    yield from () if state.sizes is None else state.sizes.findings
-
-
-def _noticed_after(state: State, winner: Policy, verdict: Verdict) -> Iterator[Finding]:
-    wanted, workers = state.request.wanted, state.request.workers
-    if len(state.history.trials) == 1:
-        yield _needs(state)
+def _noticed(state: State, verdict: Verdict) -> Iterator[Finding]:
+    wanted, workers, winner = state.request.wanted, state.request.workers, verdict.winner.policy
     if wanted.global_batch is not None:
         yield wanted.global_batch.kept_by(winner)
     yield from devices_findings(wanted.devices, state.prepared)
@@ -71,13 +71,13 @@ def _noticed_after(state: State, winner: Policy, verdict: Verdict) -> Iterator[F
         yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
 
 
-def _needs(state: State) -> Finding:
-    """Returns how long a first comparison takes here, where there was no time for one."""
+def _again(state: State) -> str:
+    """Returns the command with a budget that is enough for a first comparison on this machine."""
     at = Durations(state)
-    seconds = state.built_s + 2 * at.typical_s + at.round_s((state.baseline,), fresh=True) * 2
-    needed = 10 * -(-int(seconds) // 10) + 10
-    message = f"a first comparison takes about {needed} s on this machine: give it with --budget {needed}s"
-    return Finding(code="needs-more-time", message=message, figures={"budget_s": needed})
+    seconds = state.built_s + 2 * at.typical_s + PROCESSES * at.round_s((state.baseline,) * 2, fresh=True)
+    needed_s = 10 * math.ceil(seconds / 10) + 10
+    target = state.request.source.target or "TARGET"
+    return shlex.join(["amptune", "tune", target, *state.request.options, "--budget", f"{needed_s}s"])
 
 
 def _freed_memory(state: State, verdict: Verdict) -> Iterator[Finding]:

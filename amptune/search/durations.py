@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median_low
 
-from amptune.measure.results.outcome import Effort, Measurement
+from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.training_runs import THOROUGHNESS
 from amptune.policy.setting_effects import graph_of
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
-from amptune.search.measuring import TURN, turn_of
+from amptune.search.measuring import turn_of
 from amptune.search.plan.budget import SHORT_S
 from amptune.search.state import State
 from amptune.search.table.contenders import PROCESSES

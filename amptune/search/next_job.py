@@ -14,10 +14,10 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.setting_effects import ordered_as
 from amptune.policy.settings import CUDA_GRAPH_MODES, Policy
 from amptune.search.durations import Durations
-from amptune.search.gate.judge import raised_by
+from amptune.search.gate.judgement import is_own_fault
 from amptune.search.job import Answer, Job
 from amptune.search.refinements import modules_to_time, refinements_of
-from amptune.search.sampler.proposals import Proposal, optimistic, proposal_of
+from amptune.search.sampler.proposals import Proposal, optimistic, proposals
 from amptune.search.space.knobs import FLOAT8
 from amptune.search.state import State
 from amptune.search.table.next_rows import next_round
@@ -174,7 +174,8 @@ def _round(state: State, at: Durations) -> Job | None:
         state.bar,
         beside=[one.policy for one in recipes][:1],
         running=state.rounds.running,
-        seconds=at.round_s,
+        fresh_s=lambda some: at.round_s(some, fresh=True) - sum(map(at.turn_s, some)),
+        cost_s=at.turn_s,
         left_s=state.left_s,
     )
     if chosen is None:
@@ -231,9 +232,8 @@ def _graphs_in_order(state: State) -> Iterator[Policy]:
         return
     starts = [one for one in state.candidates.starts if one.compile in BEHIND]
     modes = dict.fromkeys(one.compile for one in starts)
-    eager = {one: score for one, score in state.scores.items() if one.compile == "off" and not one.cuda_graphs}
     best: dict[str, Policy] = {}
-    for policy in sorted(eager, key=eager.__getitem__, reverse=True):
+    for policy in sorted(state.scores, key=state.scores.__getitem__, reverse=True):
         best.setdefault(policy.precision, policy)
     leading = list(best.values())[:2] if len(best) > 1 else []
     found = [policy.compiled(mode) for policy in leading for mode in modes]
@@ -288,15 +288,19 @@ def _broken_recipes(state: State) -> Iterator[Policy]:
     """Yields the plain policies that raised what FP32 does not."""
     for recipe in state.candidates.halves_alone:
         trial = state.history.latest.get(recipe)
-        if trial is not None and isinstance(trial.outcome, Failure) and raised_by(recipe, trial.outcome):
+        if trial is not None and isinstance(trial.outcome, Failure) and is_own_fault(recipe, trial.outcome):
             yield recipe
 
 
 def _proposal(state: State, *, compiled: bool) -> Proposal | None:
     """Returns what the own sampler proposes of the policies that compile in the background, or of all others."""
     catalog = state.history.catalog
-    besides = {one for one in catalog.policies if _is_in_background(one, state) != compiled}
-    return proposal_of(state.history, besides | state.graphs.known | state.elsewhere | state.cut, state.request.seed)
+    others = {one for one in catalog.policies if _is_in_background(one, state) != compiled}
+    besides = others | state.graphs.known | state.cut
+    at = Durations(state)
+    return proposals(
+        state.history, besides, state.request.seed, seconds=at.trial_s, running=[*state.elsewhere, *state.graphs.known]
+    )
 
 
 def _is_behind(policy: Policy, state: State) -> bool:

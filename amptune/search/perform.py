@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from amptune.errors import StudyError
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.half_effects import Sensitivity
 from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measurement, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
-from amptune.search.events import ComparisonStarted, Compiling, Observer, PolicyJudged, TrialEnded
 from amptune.search.durations import BESIDE
-from amptune.search.gate.cure import examined
-from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgements import Judgements
+from amptune.search.events import ComparisonStarted, Compiling, Observer, TrialEnded
+from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge, PolicyJudged, cure_of
+from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.judgements import Found, without_graph
 from amptune.search.job import Job, JobKind
-from amptune.search.measuring import BLOCK, MEASURING_LIMIT_S, RoundMeasurer
-from amptune.search.next_job import JUDGED_GRAPH_SHARE
+from amptune.search.measuring import MEASURING_LIMIT_S, RoundMeasurer
 from amptune.search.plan.budget import SHORT_S
 from amptune.search.refinements import sensed_as
-from amptune.search.sampler.study import Study, open_study
+from amptune.search.sampler.study import Study
 from amptune.search.space.candidates import candidates_for
 from amptune.search.space.exclusions import ladder_by_time
 from amptune.search.state import Graphs, State
-from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["Performer"]
@@ -35,10 +31,10 @@ __all__ = ["Performer"]
 # A policy whose step is this many times slower than the leader's, per sample, is not measured to the end.
 LOST = 3.0
 # The longest limit of a trial that compiles its own graph, and the shortest of any.
-COMPILED_LIMIT_S, SHORTEST_LIMIT_S = 600.0, 3.0
+COMPILED_LIMIT_S, LEAST_LIMIT_S = 600.0, 3.0
 BRIEF = Effort(warmup_s=2.0, energy_s=ENERGY_S)
 # The FP32 reference takes this share of the time that is left: the more time, the more steps it compares.
-REFERENCE_SHARE, SHORTEST_REFERENCE_S, SHORTEST_JUDGEMENT_S = 0.08, 2.0, 15.0
+REFERENCE_SHARE = 0.08
 
 
 @dataclass
@@ -150,7 +146,7 @@ class Performer:
         """Runs one trial. One that the budget cut short says nothing about the policy, which is then left out."""
         budget, is_baseline = state.request.budget, policy == state.baseline
         longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
-        limit_s = min(longest_s, max(SHORT_S if is_baseline else SHORTEST_LIMIT_S, left_s))
+        limit_s = min(longest_s, max(SHORT_S if is_baseline else LEAST_LIMIT_S, left_s))
         before_s = budget.spent_s
         effort = _effort(policy, limit_s, state)
         outcome = self.evaluator.measure(policy, effort)
@@ -188,46 +184,54 @@ class Performer:
     def _judge(self, job: Job, state: State) -> State:
         """Judges a policy; a precision that is not as good as FP32 is left out of the search until it is cured."""
         (policy,) = job.policies
-        budget, judgements = state.request.budget, state.judgements
-        before_s = budget.spent_s
-        reference_s = max(SHORTEST_REFERENCE_S, REFERENCE_SHARE * budget.left_s)
-        limit_s = job.limit_s if job.kind == "graph" else max(SHORTEST_JUDGEMENT_S, job.limit_s)
-        found = self.judge.judge(policy, judgements, reference_s=reference_s, limit_s=limit_s)
-        state = state.but(judgements=found, judged_s=self.judge.last_s or budget.spent_s - before_s)
-        self._tell_judgements(judgements, found, state)
-        if found.failure is not None and judgements.failure is None:
-            message = f"numerics could not be judged, as there is no FP32 reference: {found.failure}"
+        budget, is_graph = state.request.budget, job.kind == "graph"
+        before_s, own = budget.spent_s, policy if is_graph else without_graph(policy)
+        found = self.judge.judge(
+            own,
+            seconds_for_reference=REFERENCE_SHARE * budget.left_s,
+            limit_s=job.limit_s if is_graph else max(SHORTEST_LIMIT_S, job.limit_s),
+        )
+        if isinstance(found, Failure):
+            message = f"numerics could not be judged, as there is no FP32 reference: {found}"
             self.findings += (Finding(code="no-reference", message=message),)
-        precision, judgement = policy.precision, found.known(policy)
+        judged_s = budget.spent_s - before_s
+        if isinstance(found, Judgement) and found.parity.seconds > 0:
+            judged_s = found.parity.seconds  # the reference, which the first one waited for, is there now
+        state = self._with_judgements(state, *(() if found is None else (found,))).but(judged_s=judged_s)
+        precision = policy.precision
         is_recipe = policy in state.candidates.halves_alone and precision not in state.safeguards
-        if judgement is None or judgement.passes or not is_recipe:
+        if not isinstance(found, Judgement) or found.passes or not is_recipe:
             return state
         safeguards = {**state.safeguards, precision: None}
         return self.with_candidates(state.but(uncured=state.uncured | {precision}, safeguards=safeguards))
 
-    def _tell_judgements(self, before: Judgements, after: Judgements, state: State) -> None:
-        """Keeps and reports each judgement that is new."""
-        for numerics, judgement in after.by_numerics.items():
-            if before.by_numerics.get(numerics) is not judgement:
-                self.study.keep(judgement)
-                self.observer(PolicyJudged(judgement=judgement, left_s=state.request.budget.left_s))
+    def _with_judgements(self, state: State, *found: Found) -> State:
+        """Keeps and reports judgements; returns the state with them."""
+        for one in found:
+            if isinstance(one, Judgement):
+                self.study.keep(one)
+                self.observer(PolicyJudged(judgement=one, left_s=state.request.budget.left_s))
+        return state.but(judgements=state.judgements.also(*found))
 
     def _cure(self, job: Job, state: State) -> State:
         """Looks for the modules that a rejected precision needs in FP32."""
         (policy,) = job.policies
         budget = state.request.budget
         until_s = budget.spent_s + job.limit_s
-        judgement = state.judgements.rejection_of(policy)
+        rejected = state.judgements.rejection_of(policy)
         state = state.but(uncured=state.uncured - {policy.precision})
-        if judgement is None:
+        if rejected is None:
             return state
-        cure, found, judgements = examined(
-            self.judge, judgement, state.judgements, state.prepared.subject, left_s=lambda: until_s - budget.spent_s
+        cure, findings, found = cure_of(
+            self.judge,
+            rejected,
+            state.prepared.subject,
+            until=lambda: budget.spent_s > until_s or budget.left_s <= 0,
+            limit_s=max(SHORTEST_LIMIT_S, budget.left_s),
         )
-        self._tell_judgements(state.judgements, judgements, state)
-        self.findings += found
+        self.findings += findings
         safeguards = {**state.safeguards, policy.precision: None if cure is None else cure.rules}
-        return self.with_candidates(state.but(judgements=judgements, safeguards=safeguards))
+        return self.with_candidates(self._with_judgements(state, *found).but(safeguards=safeguards))
 
     def _sense(self, job: Job, state: State) -> State:
         """Times the modules. The study has one order of modules, for all its workers: that of who came first."""
@@ -244,14 +248,13 @@ class Performer:
         """Measures a round of the comparison; what starting its processes took tells of the next one."""
         rounds, budget, policies = state.rounds, state.request.budget, job.policies
         measurer = self._measurer(state)
-        leader = state.verdict and state.verdict.leader
+        verdict = state.verdict
+        leader = None if verdict is None or verdict.leader is None else verdict.leader.policy
         if not set(policies) <= set(rounds.costs_s):
-            told = ComparisonStarted(
-                stage="comparison", policies=policies, left_s=budget.left_s, leader=leader and leader.policy
+            self.observer(
+                ComparisonStarted(stage="comparison", policies=policies, left_s=budget.left_s, leader=leader)
             )
-            self.observer(told)
-        waits = state.verdict is not None and state.verdict.waits_for_data
-        measurer.in_loop = not waits
+        measurer.in_loop = verdict is None or not verdict.waits_for_data
         steps_ms = {one: ms for one in policies if (ms := state.step_ms(one)) is not None}
         before_s = budget.spent_s
         is_whole = measurer.measure(policies, steps_ms, fresh=job.fresh, until_s=before_s + job.limit_s)

@@ -50,5 +50,5 @@ def refinements_of(state: State) -> Iterator[Policy]:
                 rules = tuple(dict.fromkeys([*needed, *ladder.rules(depth, dtype, layout)]))
                 yield replace(leader, fp32_modules=rules, fp32_math=timed_under.fp32_math)
     if ladder.half and not leader.half_modules and True in state.candidates.space.choices(IN_HALF):
-        if ladder.half_saves_ms(dtype, layout) >= WORTH * step_ms:
+        if ladder.half_saves.get((dtype, layout), 0.0) >= WORTH * step_ms:
             yield replace(leader, half_modules=ladder.half)

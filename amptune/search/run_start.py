@@ -43,7 +43,7 @@ def performer_of(
     observer(
         SearchStarted(
             architecture=candidates.space.architecture,
-            size=study.size,
+            size=len(study.history.catalog.policies),
             remembered=len(study.trials),
             study=without_password(str(request.study)),
             left_s=request.budget.left_s,

@@ -12,7 +12,6 @@ from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
 from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes
-from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
 from amptune.search.request import TuningRequest
 from amptune.search.sampler.catalog import History
@@ -74,7 +73,7 @@ class State:
     candidates: Candidates
     history: History
     rows: tuple[Row, ...] = ()
-    judgements: Judgements[Judgement]
+    judgements: Judgements
     judged_s: float = 0.0
     sensed: Mapping[str, Sensitivity] = field(default_factory=dict)
     sizes: BatchSizes | None = NO_SIZES

@@ -19,13 +19,13 @@ from amptune.errors import StudyError
 from amptune.measure.results.half_effects import Sensitivity
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line
+from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.backend import SQLITE, attributes_of, experimental, opened, storage_errors
 from amptune.search.sampler.claims import Claims
 from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.optuna_trials import distributions_of, finished, trial_from
 from amptune.search.sampler.records import (
     READERS,
-    GateRecord,
     StudyRecord,
     TuningRecord,
     findings_from,
@@ -98,7 +98,7 @@ class Store:
         """Records what a tuning run did when."""
         self._note(TIMELINE, run, list(timeline))
 
-    def note_judged(self, judged: GateRecord) -> None:
+    def note_judged(self, judged: Judgement) -> None:
         """Records the numerics gate's judgement of a policy."""
         self._note(JUDGED, hashlib.sha256(str(judged.policy).encode()).hexdigest(), judged.as_dict())
 
@@ -188,7 +188,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         where=where,
         tunings=tuple(tunings),
         trials=trials,
-        judged=tuple(map(GateRecord.from_dict, kept[JUDGED].values())),
+        judged=tuple(map(Judgement.from_dict, kept[JUDGED].values())),
         outside=frozenset(trial.policy for trial in trials if trial.number in outside),
         rows=tuple(_in_order(kept[ROW].values(), kept[TUNING])),
         timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),

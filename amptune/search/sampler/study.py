@@ -17,7 +17,7 @@ from amptune.policy.settings import Policy
 from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
 from amptune.search.sampler.policy_sampler import PolicySampler, Sampler
-from amptune.search.sampler.records import GateRecord, TuningRecord
+from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.storage import Store, open_store
 from amptune.search.space.knobs import Space, Value
 from amptune.search.table.objective import THROUGHPUT, Objective
@@ -175,7 +175,7 @@ class Study:
     def keep(self, judgement: Judgement) -> None:
         """Records the numerics gate's judgement of a policy; a storage that fails loses it for later runs alone."""
         with self._losing():
-            self._store.note_judged(GateRecord.of(judgement))
+            self._store.note_judged(judgement)
 
     def catch_up(self) -> None:
         """Adds what other workers have measured meanwhile; a storage that fails adds nothing."""
