@@ -131,7 +131,7 @@ class Durations:
     def round_s(self, policies: Sequence[Policy], fresh: bool) -> float:
         """Returns the seconds of a round of these policies."""
         turns_s = sum(map(self.turn_s, policies))
-        if not fresh and set(policies) <= set(self.state.rounds.running):
+        if not fresh and set(policies) <= set(self.state.running):
             return turns_s
         loads_s = (CACHED_GRAPH * max([self.compile_s(one), self._startup_s.get(one, 0.0)]) for one in policies)
         return self.launch_s(max(loads_s, default=0.0), len(policies)) + turns_s

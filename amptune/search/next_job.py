@@ -112,10 +112,11 @@ def _soundness(state: State, at: Durations) -> Job | None:
         return None
     for policy in (state.leader, *_broken_recipes(state)):
         recipe = next((one for one in state.candidates.halves_alone if one.precision == policy.precision), policy)
-        for one in (ordered_as(recipe, policy), recipe):
-            seconds = at.judge_s(one)
-            if state.judgements.is_open(one) and seconds <= at.spare_s + at.judge_s(state.leader):
-                return Job(kind="numerics", policies=(one,), seconds=seconds, limit_s=state.left_s)
+        ordered = ordered_as(recipe, policy)  # sums are taken as the leader takes them, since the answer may
+        unjudged = recipe if state.judgements.rejection_of(ordered) else ordered
+        seconds = at.judge_s(unjudged)
+        if state.judgements.is_open(unjudged) and seconds <= at.spare_s + at.judge_s(state.leader):
+            return Job(kind="numerics", policies=(unjudged,), seconds=seconds, limit_s=state.left_s)
     for recipe in state.candidates.halves_alone:
         if recipe.precision in state.uncured and state.judgements.rejection_of(recipe) and at.spare_s > MOMENT_S:
             seconds = min(at.cure_s, at.spare_s / 2)
@@ -146,6 +147,8 @@ def _proposed(state: State, at: Durations) -> Job | None:
     proposal = _proposal(state, compiled=False)
     if proposal is None or proposal.gain < WORTHWHILE * at.trial_s(proposal.policy):
         return None
+    if proposal.optimistic < math.log(state.scores.get(state.leader, 0.0) or 1e-300):
+        return None
     return _trial(proposal.policy, state, at)
 
 
@@ -173,7 +176,7 @@ def _round(state: State, at: Durations) -> Job | None:
         verdict,
         state.bar,
         beside=[one.policy for one in recipes][:1],
-        running=state.rounds.running,
+        running=state.running,
         fresh_s=lambda some: at.round_s(some, fresh=True) - sum(map(at.turn_s, some)),
         cost_s=at.turn_s,
         left_s=state.left_s,

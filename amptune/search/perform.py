@@ -286,9 +286,7 @@ class Performer:
                 objective=request.objective,
                 seed=request.seed,
             )
-        if not self._rounds.launches:  # the processes of the trials still run, as a rule
-            own = (trial.row for trial in state.history.trials if trial.run == state.request.run)
-            self._rounds.running = {row.policy: row.launch for row in own}
+        self._rounds.running = state.running
         return self._rounds
 
 

@@ -122,6 +122,14 @@ class State:
         own = (row for row in self.table if row.run == self.request.run and row.policy == self.baseline)
         return next(own, None)
 
+    @property
+    def running(self) -> Mapping[Policy, str]:
+        """The launch of each policy that a process can measure without being started: the trials', before any round."""
+        if self.rounds.count:
+            return self.rounds.running
+        own = (trial.row for trial in self.history.trials if trial.run == self.request.run)
+        return {row.policy: row.launch for row in own}
+
     @cached_property
     def verdict(self) -> Verdict | None:
         """The verdict on all rows; None if the baseline was not measured, or failed."""
