@@ -9,7 +9,7 @@ from statistics import median_low
 
 from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.training_runs import THOROUGHNESS
-from amptune.policy.setting_effects import graph_of
+from amptune.policy.setting_effects import graph_of, process_of
 from amptune.policy.settings import AUTOTUNED_MODES, Policy
 from amptune.search.measuring import turn_of
 from amptune.search.plan.budget import SHORT_S
@@ -19,6 +19,8 @@ from amptune.search.table.trial import Trial
 
 __all__ = ["Durations"]
 
+# A trial has at least so many steps, the first ones and some of its warm-up included.
+LEAST_STEPS = 12
 # Of a trial before any was made; of a kind of trial that looks for cuDNN's plans, which took ResNet-50 10 to 25 s on an
 # H200, besides; and of graphs whose kernels are timed.
 GUESSED_TRIAL_S, BENCHMARK_S, AUTOTUNE_S = 3.0, 10.0, 300.0
@@ -50,10 +52,19 @@ class Durations:
 
     def trial_s(self, policy: Policy) -> float:
         """Returns the seconds of a trial, compiling included unless that is done in the background or done."""
-        seconds = self.typical_s
+        if policy in self.state.graphs.known:
+            return self.typical_s
+        kinds = {process_of(trial.policy) for trial in self._trials if trial.run == self.state.request.run}
+        seconds = self.typical_s + (self.state.rounds.start_s if kinds and process_of(policy) not in kinds else 0.0)
         seen = any(trial.policy.cudnn_benchmark for trial in self._trials)
         seconds += BENCHMARK_S if policy.cudnn_benchmark and not seen else 0.0
-        return seconds if policy in self.state.graphs.known else seconds + self.compile_s(policy)
+        return seconds + self.compile_s(policy) + max(0.0, LEAST_STEPS * self._step_s(policy) - self.typical_s)
+
+    def _step_s(self, policy: Policy) -> float:
+        """Returns the seconds of a step with another batch, at the leader's speed; 0 if that is unknown."""
+        best = self.state.best_trial
+        samples = (policy.batch_size or 0) * policy.accumulate
+        return samples / best.samples_per_s if best is not None and best.samples_per_s else 0.0
 
     @cached_property
     def typical_s(self) -> float:
@@ -154,9 +165,9 @@ class Durations:
             return judging_s
         pair = list(dict.fromkeys((self.state.baseline, self.state.leader)))
         share_s = COMPARISON_SHARE * (self.state.request.budget.seconds - self.state.built_s)
-        missing = max(0, PROCESSES - self.state.rounds.count)
-        fresh_s, running_s = missing * self.round_s(pair, fresh=True), sum(map(self.turn_s, pair))
-        compared_s = min(fresh_s, share_s) if fresh_s <= share_s or self.state.rounds.count else min(running_s, share_s)
+        fresh_s, count = self.round_s(pair, fresh=True), self.state.rounds.count
+        wanted_s = max(0, PROCESSES - count) * fresh_s if count or fresh_s <= share_s else sum(map(self.turn_s, pair))
+        compared_s = min(wanted_s, share_s)
         return judging_s + compared_s + self.typical_s
 
     @property

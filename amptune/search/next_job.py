@@ -39,6 +39,8 @@ COMPILE_ATTEMPTS = 2
 OVER_EAGER = 1.5
 # Seconds beyond the budget for judging the winner, and the share of the budget that judging its graph may take.
 GRACE_S, JUDGED_GRAPH_SHARE = 5.0, 0.15
+# A graph may be so much later than expected before it is looked at what else there is to do.
+LATE_S = 10.0
 # Less time than this is none.
 MOMENT_S = 0.1
 
@@ -147,8 +149,6 @@ def _proposed(state: State, at: Durations) -> Job | None:
     proposal = _proposal(state, compiled=False)
     if proposal is None or proposal.gain < WORTHWHILE * at.trial_s(proposal.policy):
         return None
-    if proposal.optimistic < math.log(state.scores.get(state.leader, 0.0) or 1e-300):
-        return None
     return _trial(proposal.policy, state, at)
 
 
@@ -159,8 +159,8 @@ def _wait(state: State, at: Durations) -> Job | None:
     expected_s = min(map(at.remaining_s, state.graphs.begun))
     if expected_s > at.spare_s:
         return None
-    seconds = min(at.spare_s, max(1.0, expected_s))
-    return Job(kind="wait", seconds=seconds, limit_s=seconds)
+    seconds = max(0.0, expected_s)
+    return Job(kind="wait", seconds=seconds, limit_s=min(at.spare_s, seconds + LATE_S))
 
 
 def _round(state: State, at: Durations) -> Job | None:
@@ -300,10 +300,10 @@ def _proposal(state: State, *, compiled: bool) -> Proposal | None:
     catalog = state.history.catalog
     others = {one for one in catalog.policies if _is_in_background(one, state) != compiled}
     besides = others | state.graphs.known | state.cut
-    at = Durations(state)
-    return proposals(
-        state.history, besides, state.request.seed, seconds=at.trial_s, running=[*state.elsewhere, *state.graphs.known]
-    )
+    running = [*state.elsewhere, *state.graphs.known]
+    found = proposals(state.history, besides, state.request.seed, seconds=Durations(state).trial_s, running=running)
+    best = state.scores.get(state.leader)
+    return None if found is None or (best is not None and found.optimistic < math.log(best)) else found
 
 
 def _is_behind(policy: Policy, state: State) -> bool:

@@ -128,14 +128,17 @@ class Candidates:
     def starts(self) -> tuple[Policy, ...]:
         """The policies to compile or measure before any other, the likeliest winner first, without the baseline.
 
-        The space's own list; behind it stock PyTorch and the AMP recipes, whatever is pinned, for people compare with
-        these; then the leading eager ones and stock PyTorch in larger batches, if batch sizes are searched.
+        The space's own list; if batch sizes are searched, its leading eager ones and stock PyTorch in larger batches
+        stand behind these. Then stock PyTorch and the AMP recipes, whatever is pinned, for people compare with these.
         """
-        listed = [self.policy_of(point) for point in self.space.try_first]
-        tried = dict.fromkeys([*listed, *self.known_good])
-        leading = dict.fromkeys([*[policy for policy in tried if policy.compile == "off"][:2], STOCK])
-        larger = [_sized(policy, size, self.global_batch) for size in self._larger_sizes() for policy in leading]
-        return tuple(policy for policy in dict.fromkeys([*tried, *larger]) if policy != self.baseline)
+        listed = dict.fromkeys(self.policy_of(point) for point in self.space.try_first)
+        leading = [policy for policy in listed if policy.compile == "off"][:2]
+        larger = [
+            _sized(policy, size, self.global_batch) for size in self._larger_sizes() for policy in (*leading, STOCK)
+        ]
+        place = list(listed).index(leading[-1]) + 1 if leading else len(listed)
+        tried = [*list(listed)[:place], *larger, *list(listed)[place:], *self.known_good]
+        return tuple(policy for policy in dict.fromkeys(tried) if policy != self.baseline)
 
     def _larger_sizes(self) -> list[int]:
         """Returns two sizes above the workload's own, the first about half of the largest.
