@@ -11,7 +11,8 @@ from measurements import took
 from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
-from amptune.search.sampler.records import GateRecord, StudyRecord, TuningRecord
+from amptune.search.gate.judgement import Judgement
+from amptune.search.sampler.records import StudyRecord, TuningRecord
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
@@ -48,8 +49,8 @@ def record(**changes: Any) -> StudyRecord:
     trials = [_trial(i, policy, outcome) for i, (policy, outcome) in enumerate(OUTCOMES.items())]
     trials.append(_trial(5, Policy(cudnn_benchmark=True), OOM))
     judged = (
-        GateRecord(policy=FP16, passes=False, used=3.0, words="fc: gradients overflow"),
-        GateRecord(policy=LAST, passes=True, used=0.12, words="as good as FP32"),
+        Judgement(policy=FP16, passes=False, used=3.0, words="fc: gradients overflow"),
+        Judgement(policy=LAST, passes=True, used=0.12, words="as good as FP32"),
     )
     whole = StudyRecord(name="small-1", where="runs", tunings=(TUNING,), trials=tuple(trials), judged=judged)
     return replace(whole, **changes)
@@ -89,7 +90,7 @@ def rich() -> StudyRecord:
         valid_for=(("nvidia.com/gpu.product", "NVIDIA-H200"), ("model", "sha256:" + 64 * "0")),
     )
     words = "as good as FP32: 12% of what is allowed"
-    judged = tuple(GateRecord(policy=one, passes=True, used=0.12, words=words, worst=(worst,)) for one in (LAST, BF16))
+    judged = tuple(Judgement(policy=one, passes=True, used=0.12, words=words, worst=(worst,)) for one in (LAST, BF16))
     rows = [
         Row(policy=policy, outcome=outcome, run="0", launch=f"comparison {launch}", moment_s=20.0 + launch)
         for launch in range(4)

@@ -68,9 +68,8 @@ def with_rules(decision: Decision) -> Decision:
         return replace(contender, policy=replace(contender.policy, fp32_modules=BERT_RULES))
 
     contenders = {contender: told(contender) for contender in verdict.contenders}
-    return replace(
-        decision,
-        verdict=replace(verdict, contenders=tuple(contenders.values()), winner=contenders[verdict.winner]),
-        finalists=tuple(map(told, decision.finalists)),
-        amp_recipe=None if decision.amp_recipe is None else told(decision.amp_recipe),
-    )
+    recipes = tuple(replace(policy, fp32_modules=BERT_RULES) for policy in decision.recipes)
+    changed = replace(verdict, contenders=tuple(contenders.values()), winner=contenders[verdict.winner])
+    ruled = replace(decision, verdict=changed, recipes=recipes)
+    ruled.__dict__["ablation"] = decision.ablation  # the table knows these policies without their rules
+    return ruled

@@ -127,12 +127,11 @@ def _write_report(decision: Decision, request: TuningRequest, output: str | None
         return
     from amptune.cli.report import write_page
     from amptune.report.page import page_of
-    from amptune.search.decide.study_report import StudyReport
+    from amptune.search.decide.study_report import concluded
     from amptune.search.sampler.storage import recall
 
     record = recall(request.study, run=request.run)
-    study_report = StudyReport(record=record, verdict=decision.verdict, points=decision.points)
-    write_page(page_of(study_report, decision.findings), output)
+    write_page(page_of(concluded(record, decision.verdict), decision.findings), output)
     say(f"report written to {output}", err=True)
 
 

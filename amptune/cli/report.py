@@ -109,7 +109,7 @@ def _as_data(study_report: StudyReport) -> dict[str, Any]:
         "hardware": record.last.hardware,
         "objective": study_report.objective.name,
         "least_speed": study_report.objective.least_speed if study_report.objective.needs_speed else None,
-        "policy": policy_to_dict(study_report.policy),
+        "policy": policy_to_dict(study_report.winner),
         "gain": verdict.gain.value,
         "gain_ci95": [verdict.gain.low, verdict.gain.high],
         "speedup": verdict.speedup.value,

@@ -77,4 +77,4 @@ def repeated(record: StudyRecord, command: str) -> Iterator[str]:
     yield note("To measure more in the same study:")
     yield code(command)
     yield note("To tune from the start:")
-    yield code(tuning_command(record))
+    yield code(tuning_command(record.last))

@@ -11,7 +11,7 @@ from amptune.policy.settings import Policy
 from amptune.report.markup import key, note, section, table
 from amptune.report.plot import Bar, ChartLine, bars, lines
 from amptune.search.decide.study_report import StudyReport
-from amptune.search.sampler.records import GateRecord
+from amptune.search.gate.judgement import Judgement
 
 __all__ = ["numerics_of"]
 
@@ -26,11 +26,11 @@ def numerics_of(study_report: StudyReport) -> str:
 
 
 def _parts(study_report: StudyReport) -> Iterator[str]:
-    judgements, policy = study_report.record.judgements, study_report.policy
+    judgements, policy = study_report.judgements, study_report.winner
     own = judgements.known(policy)
     if own is not None:
         whose = "" if own.policy == policy else f" (judged as {own.policy})"
-        yield note(f"The policy is {own.words}{whose}.", "")
+        yield note(f"The policy is {own}{whose}.", "")
     elif judgements.passes(policy):
         yield note("The policy computes as your FP32 does, or more precisely: there is nothing to judge.", "")
     else:
@@ -47,7 +47,7 @@ def _parts(study_report: StudyReport) -> Iterator[str]:
         yield table(["module", "what was seen", "of what is allowed"], rows[:MOST_SHOWN])
 
 
-def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
+def _used(judged: Sequence[Judgement], own: Judgement | None) -> str:
     """Returns a bar for each judged policy; 100 % is the limit."""
     ranked = sorted(judged, key=lambda one: (one is not own, -one.used))[:MOST_SHOWN]
     return bars(
@@ -56,7 +56,7 @@ def _used(judged: Sequence[GateRecord], own: GateRecord | None) -> str:
                 name=str(one.policy),
                 end=min(one.used, MOST_USED),
                 kind="winner" if one.passes else "bad",
-                words=f"{one.used:.0%}" if one.passes else f"rejected: {one.words}",
+                words=f"{one.used:.0%}" if one.passes else f"rejected: {one}",
             )
             for one in ranked
         ),
@@ -68,8 +68,8 @@ def _losses(study_report: StudyReport) -> Iterator[str]:
     """Yields loss curves: of the policy's judgement, else of the first steps."""
     if study_report.keeps_the_baseline:
         return
-    policy = study_report.policy
-    judged = study_report.record.judgements.known(policy)
+    policy = study_report.winner
+    judged = study_report.judgements.known(policy)
     if judged is not None and judged.losses_fp32:
         runs = judged.losses_fp32
         yield from _drawn("Losses of the judgement", runs, runs[:1], [judged.losses], "FP32 and its replicas", _GATE)

@@ -48,7 +48,7 @@ def page_of(study_report: StudyReport, findings: Sequence[Finding]) -> str:
 
 def page_without_answer(record: StudyRecord, why: str) -> str:
     """Returns the page of a study in which the baseline has no figure, so that there is no answer."""
-    command = tuning_command(record).replace(" --study NEW", "")
+    command = tuning_command(record.last).replace(" --study NEW", "")
     verdict = [
         note("No answer: the baseline does not run.", "sentence"),
         f'<p><span class="badge">failed</span> {escape(why)}</p>',
@@ -103,15 +103,16 @@ def _state(study_report: StudyReport) -> str:
     interrupted = any(finding.code == "interrupted" for finding in record.findings)
     confirmed = study_report.verdict.confidence == "confirmed" and not interrupted
     if study_report.keeps_the_baseline:
-        alone = len(study_report.verdict.contenders) == 1
-        return "nothing compared" if alone else "no gain" if confirmed else "undecided"
-    return "confirmed" if confirmed and record.judgements.passes(study_report.policy) else "provisional"
+        return "nothing compared" if study_report.compares_nothing else "no gain" if confirmed else "undecided"
+    return "confirmed" if confirmed and record.judgements.passes(study_report.winner) else "provisional"
 
 
 def _sentence(study_report: StudyReport) -> str:
     last, verdict = study_report.record.last, study_report.verdict
     winner, objective = verdict.winner, study_report.objective
     whose = f"{last.workload} on {last.hardware}"
+    if study_report.compares_nothing:
+        return f"{whose}: {study_report.sentence}."
     if study_report.keeps_the_baseline:
         return f"{whose}: keep what you have. No policy was shown {goal_of(objective)}{_rival(study_report)}."
     if objective.name != "throughput":
@@ -132,13 +133,11 @@ def _rival(study_report: StudyReport) -> str:
     if leader is None or leader.gain is None:
         return ""
     words = gain_in_words(study_report.objective, leader.gain, leader.vs_baseline)
-    return (
-        f". The best rival is {leader.policy}: {words}, better with a probability of {chance_in_words(leader.chance)}"
-    )
+    return f". The best rival is {leader.policy}: {words}"
 
 
 def _is_barred(study_report: StudyReport, contender: Contender) -> bool:
-    return study_report.record.judgements.bars(contender.policy)
+    return study_report.judgements.bars(contender.policy)
 
 
 def _with_interval(ratio: Ratio) -> str:
@@ -155,7 +154,7 @@ def _grounds(study_report: StudyReport) -> str:
         return measured + (f"; {ahead} with better figures, and the trials below say why not" if ahead else "")
     chance, numerics = (
         chance_in_words(study_report.verdict.winner.chance),
-        study_report.numerics_of(study_report.policy),
+        study_report.numerics_of(study_report.winner),
     )
     return f"better with a probability of {chance}{processes}; numerics: {numerics}"
 
@@ -211,7 +210,7 @@ def _next(study_report: StudyReport) -> Iterator[str]:
 
 
 def _policy(study_report: StudyReport) -> str:
-    last, policy = study_report.record.last, study_report.policy
+    last, policy = study_report.record.last, study_report.winner
     file = PolicyFile(
         policy=replace(policy, batch_size=policy.batch_size or last.batch_size),
         name=last.workload,

@@ -152,7 +152,7 @@ def pareto_table(study_report: StudyReport) -> TextTable:
                     "passed" if point.judged else "not judged",
                 ),
                 policy=str(point.policy),
-                wins=point.policy == study_report.policy,
+                wins=point.policy == study_report.winner,
             )
             for point in _with_the_named(study_report, shown)
         ),
@@ -161,13 +161,13 @@ def pareto_table(study_report: StudyReport) -> TextTable:
 
 def _with_the_named(study_report: StudyReport, shown: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
     """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
-    named = {study_report.policy, study_report.baseline.policy}
+    named = {study_report.winner, study_report.baseline.policy}
     others = [point for point in study_report.points if point.policy in named and point not in shown]
     yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
 
 
 def _role_in_study(study_report: StudyReport, policy: Policy) -> str:
-    roles = {study_report.policy: "answer", study_report.baseline.policy: "baseline"}
+    roles = {study_report.winner: "answer", study_report.baseline.policy: "baseline"}
     return "answer: baseline" if study_report.keeps_the_baseline and policy in roles else roles.get(policy, "")
 
 

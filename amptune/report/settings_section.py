@@ -15,7 +15,7 @@ __all__ = ["settings_of"]
 def settings_of(study_report: StudyReport) -> str:
     return section(
         "settings", "What each setting buys", *_bought(study_report), "<h3>Modules and precision</h3>",
-        *_kept(study_report.policy),
+        *_kept(study_report.winner),
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def kind_of(study_report: StudyReport, policy: Policy) -> Kind:
     recipe = study_report.amp_recipe
     if policy == study_report.baseline.policy:
         return "baseline"
-    if policy == study_report.policy:
+    if policy == study_report.winner:
         return "winner"
     return "recipe" if recipe is not None and policy == recipe.policy else "trial"
 
@@ -154,7 +154,7 @@ def _figures(one: Contender, *, used: bool) -> list[str]:
 def _reason(study_report: StudyReport, one: Contender) -> str:
     """Returns why a policy did not win; the answer is not spelled out again."""
     answer = "the baseline" if study_report.keeps_the_baseline else "the answer"
-    return one.lost.replace(str(study_report.policy), answer)
+    return one.lost.replace(str(study_report.winner), answer)
 
 
 def failures(record: StudyRecord) -> Iterator[str]:
@@ -180,7 +180,7 @@ def _all(study_report: StudyReport) -> str:
     """Returns a table of all trials, the best for the objective first, failures last."""
     contenders = {one.policy: one for one in study_report.verdict.contenders}
     energy = any(one.energy_j_per_sample for one in contenders.values())
-    ranked = sorted(study_report.record.trials, key=lambda trial: contenders[trial.policy].place)
+    ranked = sorted(study_report.trials, key=lambda trial: contenders[trial.policy].place)
     rows = (_trial(one, study_report.numerics_of(one.policy), contenders[one.policy], energy=energy) for one in ranked)
     kinds = (kind_of(study_report, one.policy) for one in ranked)
     return table(_headings(energy=energy), rows, [kind if kind in ("winner", "baseline") else "" for kind in kinds])

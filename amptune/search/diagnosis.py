@@ -17,12 +17,12 @@ from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
-from amptune.search.events import Event, Observer, PolicyJudged
-from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge
-from amptune.search.gate.judgement import Judgement
+from amptune.search.events import Observer, PolicyJudged
+from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge, cure_of
+from amptune.search.gate.judgement import Judgement, Unjudged
+from amptune.search.gate.judgements import Found
 from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks, yardstick_findings
 from amptune.search.gate.repair import Cure
-from amptune.search.groundwork import examined
 from amptune.search.narrowing import turn_of
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of, workers_log
@@ -34,6 +34,8 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
+# The share of the time for numerics that the reference may take: it is made once for all dtypes.
+REFERENCE_SHARE = 0.2
 # What was begun in time may take so much longer.
 OVERTIME_S = 5.0
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
@@ -129,15 +131,64 @@ class _Examination:
         message = f"training breaks in FP32 already: {failure.message}{where and f'; {where}'}"
         return Finding(code="fp32-breaks", module=module, message=message)
 
-    def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
-        time = replace(self.budget, seconds=NUMERICS_SHARE * self.budget.seconds)
-        judge = Judge(self.evaluator, STOCK, time, self._tell, prepared.subject.tolerance, reference_share=0.2)
-        for recipe in _recipes(prepared):
-            yield _dtype(judge, recipe, prepared.subject)
+    @property
+    def _numerics_s(self) -> float:
+        """The seconds left to judge and cure."""
+        return NUMERICS_SHARE * self.budget.seconds - self.budget.spent_s
 
-    def _tell(self, event: Event) -> None:
-        """Passes an event on with the time left of the user's budget, not of the share for numerics."""
-        self.observer(replace(event, left_s=self.budget.left_s) if isinstance(event, PolicyJudged) else event)
+    def _numerics(self, prepared: Prepared) -> Iterator[DtypeDiagnosis]:
+        judge = Judge(self.evaluator, STOCK, prepared.subject.tolerance)
+        for recipe in _recipes(prepared):
+            found = self._judged(judge, recipe)
+            if isinstance(found, Judgement):
+                cure, findings = self._examined(judge, found, prepared.subject)
+                yield DtypeDiagnosis(policy=recipe, judgement=found, cure=cure, findings=tuple(findings))
+            else:
+                because = found.because if isinstance(found, Unjudged) else found
+                message = f"the numerics of {recipe} could not be judged: {because}"
+                finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
+                yield DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
+
+    def _judged(self, judge: Judge, policy: Policy) -> Found | None:
+        seconds, limit_s = REFERENCE_SHARE * self._numerics_s, max(SHORTEST_LIMIT_S, self._numerics_s)
+        found = judge.judge(policy, seconds_for_reference=seconds, limit_s=limit_s)
+        self._tell(found)
+        return found
+
+    def _tell(self, *found: Found | None) -> None:
+        for one in found:
+            if isinstance(one, Judgement):
+                self.observer(PolicyJudged(judgement=one, left_s=self.budget.left_s))
+
+    def _examined(self, judge: Judge, judgement: Judgement, subject: Subject) -> tuple[Cure | None, Sequence[Finding]]:
+        """Returns the cure of a dtype that did not pass, None if there is none, and the findings about it."""
+        if judgement.passes:
+            return None, (sound_finding(judgement), *yardstick_findings(judgement))
+        limit_s = max(SHORTEST_LIMIT_S, self._numerics_s)
+        cure, findings, judged = cure_of(
+            judge, judgement, subject, until=lambda: self._numerics_s <= 0, limit_s=limit_s
+        )
+        self._tell(*judged)
+        failure = judgement.parity.failure
+        is_explained = cure is not None or (failure is not None and failure.in_update)
+        if is_explained or judgement.policy.autocast != "fp16" or self._numerics_s <= 0:
+            return cure, findings
+        return cure, (*findings, *self._of_scaler(judge, judgement.policy))
+
+    def _of_scaler(self, judge: Judge, recipe: Policy) -> Iterator[Finding]:
+        """Yields which of the two breaks fp16: autocast, or the loss scaler."""
+        without = self._judged(judge, replace(recipe, loss_scale=LossScale(init=1.0, static=True)))
+        if not isinstance(without, Judgement):
+            return
+        code = "scaler-breaks" if without.passes else "autocast-breaks"
+        message = f"without a loss scaler autocast fp16 is no better ({without}), so autocast breaks training"
+        if without.passes:
+            message = (
+                "without a loss scaler autocast fp16 is as good as FP32, so the scaler breaks training, or how the "
+                "step uses it: gradients are scaled until scaler.unscale_(optimizer), and each step ends with "
+                "scaler.update()"
+            )
+        yield Finding(code=code, message=message, figures={"autocast": recipe.autocast})
 
     def _speed(self, prepared: Prepared) -> tuple[tuple[tuple[Policy, StepProfile], ...], tuple[Finding, ...]]:
         """Profiles the AMP recipe, which most people use, and stock PyTorch."""
@@ -184,39 +235,6 @@ def _recipes(prepared: Prepared) -> tuple[Policy, ...]:
     bf16 = hardware.gpu is None or hardware.gpu.bf16
     dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
     return tuple(amp_recipe(dtype) for dtype in dtypes)
-
-
-def _dtype(judge: Judge, recipe: Policy, subject: Subject) -> DtypeDiagnosis:
-    judgement = judge.judgement_of(recipe)
-    if judgement is None:
-        message = f"the numerics of {recipe} could not be judged: {judge.judgements.unjudged_because(recipe)}"
-        finding = Finding(code="not-judged", message=message, figures={"autocast": recipe.autocast})
-        return DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
-    if judgement.passes:
-        findings = (sound_finding(judgement), *yardstick_findings(judgement))
-        return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=None, findings=findings)
-    cure, findings = examined(judge, judgement, subject)
-    failure = judgement.parity.failure
-    is_explained = cure is not None or (failure is not None and failure.in_update)
-    if not is_explained and recipe.autocast == "fp16" and judge.budget.left_s > 0:
-        findings += tuple(_of_scaler(judge, recipe))
-    return DtypeDiagnosis(policy=recipe, judgement=judgement, cure=cure, findings=findings)
-
-
-def _of_scaler(judge: Judge, recipe: Policy) -> Iterator[Finding]:
-    """Yields which of the two breaks fp16: autocast, or the loss scaler."""
-    without = judge.judgement_of(replace(recipe, loss_scale=LossScale(init=1.0, static=True)))
-    if without is None:
-        return
-    if without.passes:
-        message = (
-            "without a loss scaler autocast fp16 is as good as FP32, so the scaler breaks training, or how the step "
-            "uses it: gradients are scaled until scaler.unscale_(optimizer), and each step ends with scaler.update()"
-        )
-        yield Finding(code="scaler-breaks", message=message, figures={"autocast": recipe.autocast})
-    else:
-        message = f"without a loss scaler autocast fp16 is no better ({without}), so autocast breaks training"
-        yield Finding(code="autocast-breaks", message=message, figures={"autocast": recipe.autocast})
 
 
 def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from amptune.workload.workload import Workload
 
 __all__ = ["verify_numerics"]
 
-SPENT = "the budget was spent; give more with --budget, or fewer --steps"
+SPENT, INTERRUPTED = "the budget was spent; give more with --budget, or fewer --steps", "it was interrupted"
 
 
 def verify_numerics(
@@ -53,106 +53,94 @@ def verify_numerics(
     """
     if evaluator is None:  # checked before a model is built that may be far too large here
         require_valid(policy_file, dict(probe(device).labels))
-    source = source_of(workload, arguments)
+    source, tell = source_of(workload, arguments), observer or (lambda _: None)
     log = curves.with_name("workers.log")
     with locked(curves.parent, device), closing(evaluator or WorkerEvaluator(source, device, log)) as machine:
-        training = _LongTraining(machine, policy_file, steps, seeds, budget, observer or (lambda _: None), curves)
-        return training.look()
+        prepared = machine.prepare(budget.left_to_prepare_s)
+        tell(WorkloadBuilt(prepared=prepared, left_s=budget.left_s))
+        labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
+        changed = require_valid(policy_file, labels)
+        curves.write_text("", encoding="utf-8")
+        training = _LongTraining(machine, budget, tell, curves, seeds, fewest=steps)
+        fp32 = fp32_of(baseline_of(policy_file))
+        stopped = training.run(policy_file.policy, fp32)
+        return LongLook(
+            policy=policy_file.policy,
+            fp32=fp32,
+            name=prepared.subject.name,
+            hardware=prepared.hardware,
+            steps=steps,
+            seeds=seeds,
+            pairs=tuple(training.pairs),
+            tolerance=prepared.subject.tolerance,
+            failure=training.failure,
+            stopped=stopped,
+            interrupted=stopped == INTERRUPTED,
+            changed=changed,
+            seconds=budget.spent_s,
+        )
 
 
-class _StoppedError(Exception):
-    """The long training ends before all seeds are trained; the message says why."""
+class _OutOfTimeError(Exception):
+    """The budget does not last for another run."""
 
 
 @dataclass
 class _LongTraining:
+    """Long training with each seed, in FP32 and under the policy; none is longer than the `fewest` steps so far."""
+
     evaluator: Evaluator
-    policy_file: PolicyFile
-    steps: int
-    seeds: int
     budget: Budget
     observer: Observer
     curves: Path
+    seeds: int
+    fewest: int
     pairs: list[CurvePair] = field(default_factory=list)
     failure: Failure | None = None
-    _fewest: int = 0
     _runs: int = 0
     _longest_s: float = 0.0
 
-    def look(self) -> LongLook:
-        prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
-        self.observer(WorkloadBuilt(prepared=prepared, left_s=self.budget.left_s))
-        changed = require_valid(
-            self.policy_file, {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
-        )
-        stopped, interrupted = None, False
-        self.curves.write_text("", encoding="utf-8")
+    def run(self, policy: Policy, fp32: Policy) -> str | None:
+        """Trains until all is done or the policy fails; returns in words what ended it before, else None."""
+        steps = self.fewest
         try:
-            self._train()
-        except _StoppedError as error:
-            stopped = str(error)
+            for seed in range(self.seeds):
+                reference = self._curve("fp32", fp32, seed)
+                if isinstance(reference, Failure):
+                    raise error_of_baseline(fp32, reference)
+                found = self._curve("policy", policy, seed)
+                if isinstance(found, Failure):
+                    self.failure = found
+                    return None
+                self.pairs.append(CurvePair(seed=seed, fp32=reference, policy=found))
+        except _OutOfTimeError:
+            return SPENT
         except KeyboardInterrupt:
-            stopped, interrupted = "it was interrupted", True
-        return LongLook(
-            policy=self.policy_file.policy,
-            fp32=self._fp32,
-            name=prepared.subject.name,
-            hardware=prepared.hardware,
-            steps=self.steps,
-            seeds=self.seeds,
-            pairs=tuple(self.pairs),
-            tolerance=prepared.subject.tolerance,
-            failure=self.failure,
-            stopped=stopped,
-            interrupted=interrupted,
-            changed=changed,
-            seconds=self.budget.spent_s,
-        )
+            return INTERRUPTED
+        return SPENT if self.fewest < steps else None
 
-    @property
-    def _fp32(self) -> Policy:
-        return fp32_of(baseline_of(self.policy_file))
-
-    def _train(self) -> None:
-        """Trains the seeds, each in FP32 and under the policy, until all are done or the time is over."""
-        self._fewest = self.steps
-        for seed in range(self.seeds):
-            fp32 = self._curve(self._fp32, seed)
-            if isinstance(fp32, Failure):
-                raise error_of_baseline(self._fp32, fp32)
-            found = self._curve(self.policy_file.policy, seed)
-            if isinstance(found, Failure):
-                self.failure = found
-                return
-            self.pairs.append(CurvePair(seed=seed, fp32=fp32, policy=found))
-        if self._fewest < self.steps:
-            raise _StoppedError(SPENT)
-
-    def _curve(self, policy: Policy, seed: int) -> LossCurve | Failure:
+    def _curve(self, run: str, policy: Policy, seed: int) -> LossCurve | Failure:
         """Returns one curve. Until there are enough seeds for an answer, each run gets an equal share of the time.
 
-        No curve is longer than the shortest so far: a run ends early if its time is over.
+        A run ends early if its time is over. Raises `_OutOfTimeError` if none is left for the rest of a pair.
         """
         rest, left_s = 2 * LEAST_SEEDS - self._runs, self.budget.left_s
         whole_pair_s = self._longest_s * (2 - self._runs % 2)
         if left_s <= 0 or (rest <= 0 and left_s < whole_pair_s):
-            raise _StoppedError(SPENT)
-        found = self.evaluator.train_long(policy, self._fewest, seed, left_s / max(1, rest))
+            raise _OutOfTimeError
+        found = self.evaluator.train_long(policy, self.fewest, seed, left_s / max(1, rest))
         self._runs += 1
         self._longest_s = max(self._longest_s, left_s - self.budget.left_s)
         if isinstance(found, LossCurve):
-            self._fewest = min(self._fewest, len(found.losses))
-            self._keep(policy, seed, found)
+            self.fewest = min(self.fewest, len(found.losses))
+            self._keep(run, policy, seed, found)
         return found
 
-    def _keep(self, policy: Policy, seed: int, curve: LossCurve) -> None:
-        kind = "fp32" if self._runs % 2 else "policy"
-        line = {"run": kind, "policy": str(policy), "seed": seed, "evaluated": curve.evaluated, "losses": curve.losses}
+    def _keep(self, run: str, policy: Policy, seed: int, curve: LossCurve) -> None:
+        line = {"run": run, "policy": str(policy), "seed": seed, "evaluated": curve.evaluated, "losses": curve.losses}
         with self.curves.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        steps, last = len(curve.losses), curve.losses[-1]
+        steps, last, left_s = len(curve.losses), curve.losses[-1], self.budget.left_s
         self.observer(
-            CurveTrained(
-                policy=policy, seed=seed, seeds=self.seeds, steps=steps, last_loss=last, left_s=self.budget.left_s
-            )
+            CurveTrained(policy=policy, seed=seed, seeds=self.seeds, steps=steps, last_loss=last, left_s=left_s)
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +10,9 @@ from hypothesis import strategies as st
 from tables import BF16, FP16, Drawn, decided, in_turn
 
 from amptune.policy.settings import STOCK, Policy
-from amptune.report.answer import _sure
 from amptune.report.markup import number
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.gate.judgements import Judgements
 from amptune.search.table.effects import CPU, GPU
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
@@ -69,8 +68,8 @@ def one_process(policy: Policy, machine: object) -> object:
 def test_one_process_claims_nothing_on_a_cpu_and_is_provisional_on_a_gpu() -> None:
     on_cpu, on_gpu = one_process(BF16, CPU), one_process(BF16, GPU)
     assert on_cpu.keeps_the_baseline  # type: ignore[attr-defined]
-    told: Any = SimpleNamespace(verdict=on_cpu)
-    assert _sure(told) == "undecided: bf16 was faster in one process alone, and it takes 2 to tell"
+    told = Conclusion(verdict=on_cpu, trials=(), judgements=Judgements(STOCK), recipes=())  # type: ignore[arg-type]
+    assert told.grounds == "undecided: bf16 was faster in one process alone, and it takes 2 to tell"
     assert on_gpu.winner.policy == BF16  # type: ignore[attr-defined]
     assert on_gpu.confidence == "likely"  # type: ignore[attr-defined]
     assert on_gpu.gain.low <= 1  # type: ignore[attr-defined]

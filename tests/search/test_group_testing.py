@@ -40,7 +40,7 @@ def test_few_culprits_are_found_in_few_questions_wherever_they_stand(count: int,
     rng, names = random.Random(count + culprits), UNITS[:count]
     chosen = [names[:culprits], names[-culprits:], *(rng.sample(names, culprits) for _ in range(15))]
     most = max(questions(one, count) for one in chosen)
-    assert most <= 1.5 * culprits * math.log2(count / culprits) + culprits
+    assert most <= 1 + culprits * (math.ceil(math.log2(count)) + 1)
 
 
 FEW = st.sampled_from(UNITS[:12])

@@ -9,8 +9,8 @@ from measurements import took
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.decide.pareto import ParetoPoint, front_of, points_of, spread_along
+from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
-from amptune.search.sampler.records import GateRecord
 from amptune.search.table.effects import GPU
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import verdict_of
@@ -69,8 +69,7 @@ def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_verdict_t
     trials = [Trial(number=i, policy=policy, outcome=of, seconds=1.0) for i, (policy, of) in enumerate(outcomes)]
     verdict = verdict_of([trial.row for trial in trials], STOCK, GPU)
     assert verdict is not None
-    none: Judgements[GateRecord] = Judgements(STOCK)
-    rejects = none.also(GateRecord(policy=amp_recipe("fp16"), passes=False, used=2.0, words=""))
+    rejects = Judgements(STOCK).also(Judgement(policy=amp_recipe("fp16"), passes=False, used=2.0, words=""))
     (one,) = points_of(trials, verdict, rejects)
     assert (one.policy, one.judged) == (STOCK, True)
     assert one.samples_per_s == verdict.baseline.samples_per_s

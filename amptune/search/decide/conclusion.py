@@ -1,174 +1,143 @@
-"""The decision of a tuning, from the verdict on its table, and the policy file with its evidence."""
+"""The conclusion from a verdict: the answer and its grounds in words, and what is shown beside it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
-from amptune.measure.bench.readings import noticed
-from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
-from amptune.measure.results.subject import Prepared
-from amptune.policy.findings import Finding
-from amptune.policy.policy_file import PolicyFile
-from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Policy
-from amptune.search.decide.decision import Decision
-from amptune.search.decide.evidence import evidence_of, labels_of, parity_of
-from amptune.search.decide.pareto import points_of
-from amptune.search.gate.judgement import Judgement
-from amptune.search.gate.judgements import Judgements, without_graph
-from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
-from amptune.search.plan.compile_costs import compile_findings
-from amptune.search.table.ablation import ablated
-from amptune.search.table.contenders import Contender
-from amptune.search.table.row import Row, wait_share
+from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
+from amptune.search.gate.judgements import Judgements
+from amptune.search.table.ablation import Ablated, ablated
+from amptune.search.table.contenders import PROCESSES, Contender
+from amptune.search.table.gains import counted, gain_in_words, goal_of
+from amptune.search.table.objective import Objective
+from amptune.search.table.ratio import LIKELY, Ratio, chance_in_words
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["decide", "devices_findings"]
+__all__ = ["Conclusion"]
+
+# With a smaller probability a policy that may be better is not named.
+WORTH_NAMING = 0.75
 
 
-def decide(
-    prepared: Prepared,
-    trials: Sequence[Trial],
-    rows: Sequence[Row],
-    verdict: Verdict,
-    judgements: Judgements[Judgement],
-    *,
-    amp_recipes: Sequence[Policy],
-    noticed_before: Sequence[Finding] = (),
-    seconds: float,
-    interrupted: bool,
-    timeline: Sequence[Mapping[str, Any]] = (),
-) -> Decision:
-    """Returns the decision that a verdict on all `rows` leads to.
+@dataclass(frozen=True, kw_only=True)
+class Conclusion:
+    """A verdict with the trials and judgements behind it; `recipes` are the AMP recipes that it is compared with."""
 
-    `noticed_before` are findings from before the search, `timeline` is the plan's.
-    """
-    policy = verdict.winner.policy
-    finalists = _finalists(verdict, amp_recipes)
-    unjudged = tuple(_not_judged(judgements, policy, parity_of(rows, policy, verdict.baseline.policy)))
-    findings = (
-        *verdict.findings,
-        *noticed_before,
-        *_of_the_loader(rows, verdict),
-        *compile_findings(trials, policy),
-        *_rejected(judgements, verdict, finalists),
-        *unjudged,
-        *_yardstick(judgements, policy, noticed_before),
-        *_of_float8(policy),
-        *noticed(row.outcome for row in rows),
-    )
-    decision = Decision(
-        policy_file=PolicyFile(
-            policy=replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size),
-            name=prepared.subject.name,
-            valid_for=labels_of(prepared),
-        ),
-        verdict=verdict,
-        finalists=finalists,
-        ablation=ablated(verdict, policy),
-        amp_recipe=next((contender for contender in finalists if contender.policy in amp_recipes), None),
-        findings=findings,
-        trials=tuple(trials),
-        points=points_of(trials, verdict, judgements),
-        hardware=prepared.hardware,
-        subject=prepared.subject,
-        seconds=seconds,
-        provisional=interrupted
-        or (verdict.confidence == "likely" and not verdict.keeps_the_baseline)
-        or any(finding.code == "not-judged" for finding in unjudged),
-        memory_mib=prepared.memory_mib,
-        timeline=tuple(timeline),
-    )
-    return decision.with_evidence(evidence_of(decision, rows, judgements.known(policy)))
+    verdict: Verdict
+    trials: tuple[Trial, ...]
+    judgements: Judgements
+    recipes: tuple[Policy, ...]
 
+    @property
+    def winner(self) -> Policy:
+        """The answer, as it was measured: its batch size is None if it is the workload's own."""
+        return self.verdict.winner.policy
 
-def devices_findings(devices: int, prepared: Prepared) -> Iterator[Finding]:
-    """Yields on how many devices steps were timed, if several will train together."""
-    measured = prepared.devices
-    figures = {"devices": devices, "measured": measured}
-    if measured > 1:
-        graphs = "" if prepared.hardware.gpu is None else "; CUDA graphs were left out, which nobody has measured so"
-        shared = (
-            "share the model by the workload's parallel(model, tuned)"
-            if prepared.own_parallel
-            else "exchange gradients (DistributedDataParallel)"
-        )
-        copies = (
-            "; each trial trained a copy, so nothing was compiled without --compile" if prepared.own_parallel else ""
-        )
-        message = (
-            f"all steps were timed on {measured} devices that {shared}; samples per second are those of all of them, "
-            f"and memory is that of one{graphs}{copies}"
-        )
-        yield Finding(code="devices", message=message, figures=figures)
-    elif devices > 1:
-        message = (
-            f"{devices} devices will train together, and one was measured: communication between them was not, so a "
-            f"policy may gain less there. Tune where {devices} GPUs are visible"
-        )
-        yield Finding(code="communication-not-measured", message=message, figures=figures)
+    @property
+    def baseline(self) -> Contender:
+        return self.verdict.baseline
 
+    @property
+    def objective(self) -> Objective:
+        """The objective that the policy was chosen by."""
+        return self.verdict.objective
 
-def _of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
-    """Yields a finding if the user's loop waits for its data under the winner."""
-    shares = wait_share(rows)
-    share = max(shares.values(), default=0.0) if verdict.waits_for_data else shares.get(verdict.winner.policy, 0.0)
-    if share > WORTH_SAYING:
-        instead = "; the speeds here are those of steps that have their data" if verdict.waits_for_data else ""
-        yield Finding(code="input-bound", message=waiting_in_words(share) + instead, figures={"share": share})
+    @property
+    def speedup(self) -> Ratio:
+        """Samples per second under the policy over those of the baseline."""
+        return self.verdict.speedup
 
+    @property
+    def gain(self) -> Ratio:
+        """The gain by the objective: speedup, or peak memory or energy a sample, the baseline's over the policy's."""
+        return self.verdict.gain
 
-def _finalists(verdict: Verdict, amp_recipes: Sequence[Policy]) -> tuple[Contender, ...]:
-    """Returns the policies that were measured more than once, the baseline, the winner, the best rival, AMP recipes."""
-    named = {verdict.winner.policy, verdict.baseline.policy, *amp_recipes}
-    named |= {verdict.leader.policy} if verdict.leader is not None else set()
-    return tuple(contender for contender in verdict.contenders if contender.rows > 1 or contender.policy in named)
+    @property
+    def keeps_the_baseline(self) -> bool:
+        return self.verdict.keeps_the_baseline
 
+    @property
+    def compares_nothing(self) -> bool:
+        """True if nothing but the baseline was measured: then there is no answer yet."""
+        return len(self.verdict.contenders) == 1
 
-def _rejected(judgements: Judgements[Judgement], verdict: Verdict, finalists: Sequence[Contender]) -> Iterator[Finding]:
-    """Yields a finding for each compared policy that trains worse than FP32, and for the best that would have won."""
-    told = set()
-    for contender in verdict.contenders:
-        judgement = judgements.rejection_of(contender.policy)
-        if judgement is None:
-            continue
-        if contender in finalists or (contender.merit > verdict.winner.merit and judgement.policy not in told):
-            told.add(judgement.policy)
-            own = without_graph(judgement.policy) == numerics_of(without_graph(contender.policy))
-            whose = "" if own else f"of {judgement.policy}, compiled too: "
-            message = f"{contender.policy} cannot win: {whose}{judgement}; to see it: {line_to_look(judgement)}"
-            module = judgement.shortcomings[0].module
-            yield Finding(code="rejected", message=message, module=module, figures={"speedup": contender.speedup})
+    @property
+    def is_proven(self) -> bool:
+        """True if the answer is confirmed, or claims nothing."""
+        return self.keeps_the_baseline or self.verdict.confidence == "confirmed"
 
+    @cached_property
+    def finalists(self) -> tuple[Contender, ...]:
+        """The policies that were measured more than once, baseline, winner, best rival and AMP recipes; best first."""
+        named = {self.winner, self.baseline.policy, *self.recipes}
+        named |= {self.verdict.leader.policy} if self.verdict.leader is not None else set()
+        return tuple(one for one in self.verdict.contenders if one.rows > 1 or one.policy in named)
 
-def _yardstick(judgements: Judgements[Judgement], policy: Policy, told: Sequence[Finding]) -> Iterator[Finding]:
-    """Yields a finding if the winner was judged by limits that may be too wide, unless that is told already."""
-    judgement, codes = judgements.known(policy), {finding.code for finding in told}
-    if judgement is not None:
-        yield from (finding for finding in yardstick_findings(judgement) if finding.code not in codes)
+    @cached_property
+    def amp_recipe(self) -> Contender | None:
+        """The better of the AMP recipes; one that trains worse than FP32, or that failed, if there is no other."""
+        tried = [one for one in self.verdict.contenders if one.policy in self.recipes]
+        return min(tried, key=lambda one: (one.failure is not None, self.judgements.bars(one.policy)), default=None)
 
+    @cached_property
+    def ablation(self) -> tuple[Ablated, ...]:
+        """What each setting of the answer buys."""
+        return ablated(self.verdict, self.winner)
 
-def _of_float8(policy: Policy) -> Iterator[Finding]:
-    if policy.float8_modules:
-        message = (
-            "products in FP8 were judged by a moment of training, and NaN can come thousands of steps later: look long "
-            "before you train with it, `amptune verify POLICY.yaml TARGET --numerics --steps 5000`"
-        )
-        yield Finding(code="float8-judged-briefly", message=message)
+    @cached_property
+    def points(self) -> tuple[ParetoPoint, ...]:
+        """The trials that ran and were not rejected."""
+        return points_of(self.trials, self.verdict, self.judgements)
 
+    @cached_property
+    def front(self) -> tuple[ParetoPoint, ...]:
+        """The points that no other policy beats in speed, memory and energy at once, the fastest first."""
+        return front_of(self.points)
 
-def _not_judged(judgements: Judgements[Judgement], policy: Policy, parity: Mapping[str, float]) -> Iterator[Finding]:
-    because = judgements.unjudged_because(policy)
-    why = f" ({because})" if because is not None else ""
-    if not judgements.is_exempt(without_graph(policy)) and judgements.known(policy) is None:
-        message = f"the numerics of {policy} were not judged{why}: watch its loss beside FP32's"
-        yield Finding(code="not-judged", message=message)
-    elif judgements.is_graph_open(policy) or (policy.compile != "off" and because is not None):
-        why = why or " (there was no time for it; give more with --budget)"
-        message = f"numerics were judged without torch.compile, and not those of its graph{why}"
-        if off := parity.get("loss_deviation"):
-            message += f"; the losses of its first steps differ from the baseline's by {100 * off:.2g} % at most"
-        yield Finding(code="graph-not-judged", message=message, figures=dict(parity))
+    def numerics_of(self, policy: Policy) -> str:
+        """Returns the numerics gate's result for a policy, in words."""
+        judged = self.judgements.known(policy)
+        if self.judgements.bars(policy):
+            return "rejected"
+        if judged is not None and judged.passes:
+            return f"passed, {judged.used:.0%} of what is allowed"
+        return "as FP32" if self.judgements.passes(policy) else "not judged"
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        if self.compares_nothing:
+            return "no answer yet: the budget was enough for the baseline only"
+        if self.keeps_the_baseline:
+            return f"keep what you have: no policy was shown {goal_of(self.objective)}"
+        return f"{self.winner}: {gain_in_words(self.objective, self.gain, self.speedup)}"
+
+    @property
+    def grounds(self) -> str:
+        """How sure the answer is, and the measurements that it rests on, in words."""
+        verdict = self.verdict
+        if self.compares_nothing:
+            return "nothing to compare"
+        if self.keeps_the_baseline:
+            return f"{verdict.confidence}: {self._why_kept(len(verdict.contenders) - 1)}"
+        processes = counted(max(1, verdict.gain.launches), "process")
+        by = f"{counted(verdict.winner.rows, 'measurement')} in {processes}"
+        return f"{verdict.confidence}, {chance_in_words(verdict.winner.chance)} sure: {by}"
+
+    def _why_kept(self, others: int) -> str:
+        """Returns that no other policy is better than the baseline, or why nobody knows yet."""
+        leader = self.verdict.leader
+        if self.verdict.confidence != "undecided":
+            return f"none of {others} others is better" if others > 1 else "the only other policy is not better"
+        if leader is None or leader.gain is None:
+            return f"none of {others} others can win" if others > 1 else "the only other policy cannot win"
+        if leader.chance >= LIKELY and leader.gain.launches < PROCESSES:
+            return f"{leader.policy} was faster in one process alone, and it takes {PROCESSES} to tell"
+        if leader.chance >= WORTH_NAMING:
+            return f"{leader.policy} may be better ({chance_in_words(leader.chance)} sure)"
+        if leader.rows == 1 and 0 < leader.merit < 1 and self.objective.name == "throughput":
+            return f"not enough measurements; {leader.policy} took {1 / leader.merit:.2g} times as long in its only one"
+        return f"too few measurements to tell if one of {counted(others, 'other')} is better"

@@ -1,97 +1,110 @@
-"""The decision of a tuning run: the policy that wins, and the figures that its claim rests on."""
+"""The decision of a tuning run: what it concludes, and the policy file that says so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from amptune.hardware.machine import Hardware
-from amptune.measure.results.subject import Subject
+from amptune.measure.bench.readings import noticed
+from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
-from amptune.policy.policy_file import Evidence, PolicyFile
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Policy
-from amptune.search.decide.pareto import ParetoPoint
-from amptune.search.table.ablation import Ablated
-from amptune.search.table.contenders import Contender
-from amptune.search.table.objective import Objective
-from amptune.search.table.ratio import Ratio
-from amptune.search.table.trial import Trial
-from amptune.search.table.verdict import Verdict
+from amptune.search.decide.caveats import numeric_caveats, of_the_loader
+from amptune.search.decide.compile_findings import compile_findings
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.decide.evidence import evidence_of, labels_of, parity_of
+from amptune.search.table.row import Row
 
-__all__ = ["Decision", "in_order"]
+__all__ = ["Decision", "decide"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+@dataclass(frozen=True, kw_only=True)
+class Decision(Conclusion):
     """The result of a tuning.
 
     It is `provisional` if the gain is likely and not confirmed, the policy's numerics were not judged, or the run was
-    interrupted. The claim rests on `verdict`. `finalists` are the policies measured more than once, `ablation` says
-    what each setting of the winner buys. `amp_recipe` is the better of the compared AMP recipes, or a failure if all of
-    them failed. `points` are the trials that ran and are sound, `memory_mib` is the memory that the device had
-    available. `timeline` says what was done when, and why. `artifacts` is the file of what torch.compile made of the
-    winner, in the study's folder: `amptune.apply` takes it.
+    interrupted. `again` is the command to run next if there is no answer yet. `memory_mib` is the memory that the
+    device had available. `timeline` says what was done when, and why. `artifacts` is the file of what torch.compile
+    made of the winner, in the study's folder: `amptune.apply` takes it.
     """
 
     policy_file: PolicyFile
-    verdict: Verdict
-    finalists: tuple[Contender, ...]
-    ablation: tuple[Ablated, ...]
-    amp_recipe: Contender | None
     findings: tuple[Finding, ...]
-    trials: tuple[Trial, ...]
-    points: tuple[ParetoPoint, ...]
     hardware: Hardware
     subject: Subject
     seconds: float
     provisional: bool
+    again: str | None = None
     memory_mib: float | None = None
     timeline: tuple[Mapping[str, Any], ...] = ()
     artifacts: Path | None = None
 
     @property
     def policy(self) -> Policy:
+        """The answer, as the policy file has it."""
         return self.policy_file.policy
 
-    @property
-    def winner(self) -> Policy:
-        """The policy as it was measured: its batch size is None if it is the workload's own."""
-        return self.verdict.winner.policy
 
-    def with_evidence(self, evidence: Evidence) -> Decision:
-        """Returns this decision with `evidence` in its policy file."""
-        return replace(self, policy_file=replace(self.policy_file, evidence=evidence))
+def decide(
+    found: Conclusion,
+    prepared: Prepared,
+    rows: Sequence[Row],
+    *,
+    findings: Sequence[Finding] = (),
+    seconds: float,
+    interrupted: bool = False,
+    timeline: Sequence[Mapping[str, Any]] = (),
+    again: str | None = None,
+) -> Decision:
+    """Returns the decision that a conclusion from all `rows` leads to.
 
-    def with_findings(self, findings: Iterable[Finding]) -> Decision:
-        """Returns this decision with `findings` added after its own, also in its policy file."""
-        new = tuple(findings)
-        evidence = self.policy_file.evidence.copy()
-        evidence["findings"] = [*evidence.get("findings", []), *(finding.as_dict() for finding in new)]
-        return replace(self, findings=(*self.findings, *new)).with_evidence(in_order(evidence))
+    `findings` are what the run noticed, `seconds` what it took. If nothing but the baseline was measured, `again` is
+    the command with a budget that is enough for a first comparison.
+    """
+    parity = parity_of(rows, found.winner, found.baseline.policy)
+    caveats = tuple(numeric_caveats(found, parity, findings))
+    is_unjudged = any(finding.code == "not-judged" for finding in caveats)
+    is_unsure = found.verdict.confidence == "likely" and not found.keeps_the_baseline
+    provisional = interrupted or is_unsure or is_unjudged
+    again = again if found.compares_nothing else None
+    told = (
+        *found.verdict.findings,
+        *_without_answer(found, again),
+        *prepared.noticed,
+        *findings,
+        *of_the_loader(rows, found.verdict),
+        *compile_findings(found.trials, found.winner),
+        *caveats,
+        *noticed(row.outcome for row in rows),
+    )
+    return Decision(
+        verdict=found.verdict,
+        trials=found.trials,
+        judgements=found.judgements,
+        recipes=found.recipes,
+        policy_file=PolicyFile(
+            policy=replace(found.winner, batch_size=found.winner.batch_size or prepared.subject.batch_size),
+            name=prepared.subject.name,
+            valid_for=labels_of(prepared),
+            evidence=evidence_of(found, rows, parity, told, seconds=seconds, provisional=provisional),
+        ),
+        findings=told,
+        hardware=prepared.hardware,
+        subject=prepared.subject,
+        seconds=seconds,
+        provisional=provisional,
+        again=again,
+        memory_mib=prepared.memory_mib,
+        timeline=tuple(timeline),
+    )
 
-    @property
-    def speedup(self) -> Ratio:
-        """Samples per second under the policy over those of the baseline."""
-        return self.verdict.speedup
 
-    @property
-    def gain(self) -> Ratio:
-        """The gain by the objective: speedup, or peak memory or energy a sample, the baseline's over the policy's."""
-        return self.verdict.gain
-
-    @property
-    def objective(self) -> Objective:
-        """The objective that the policy was chosen by."""
-        return self.verdict.objective
-
-    @property
-    def baseline(self) -> Contender:
-        return self.verdict.baseline
-
-
-def in_order(evidence: Evidence) -> Evidence:
-    """Returns the evidence with its keys in the order of the format."""
-    found: Any = evidence
-    return cast("Evidence", {key: found[key] for key in Evidence.__annotations__ if key in found})
+def _without_answer(found: Conclusion, again: str | None) -> Iterator[Finding]:
+    """Yields that nothing but the baseline was measured, and what to run."""
+    if found.compares_nothing:
+        message = found.sentence + (f"; run {again}" if again else "; give more time with --budget")
+        yield Finding(code="budget-too-small", message=message)

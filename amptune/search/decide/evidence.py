@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from amptune.measure.results.outcome import Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import HARMLESS, ILL_CONDITIONED
+from amptune.policy.findings import Finding
 from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.decide.decision import Decision, in_order
-from amptune.search.decide.pareto import front_of, spread_along
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.decide.pareto import spread_along
 from amptune.search.gate.judgement import Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.contenders import Contender
@@ -24,7 +25,7 @@ from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
 
-__all__ = ["evidence_of", "labels_of", "numerics_of", "parity_of"]
+__all__ = ["evidence_of", "labels_of", "parity_of"]
 
 # Prefixes of the labels that the evidence depends on. Others (driver, site labels) do not change which policy wins.
 _HOLDS_FOR = {
@@ -40,54 +41,51 @@ def labels_of(prepared: Prepared) -> dict[str, str]:
     return {**labels, "model": prepared.subject.model_digest}
 
 
-def evidence_of(decision: Decision, rows: Sequence[Row], judgement: Judgement | None) -> Evidence:
-    """Returns the policy file's `evidence`, from the verdict.
+def evidence_of(
+    found: Conclusion,
+    rows: Sequence[Row],
+    parity: Mapping[str, float],
+    findings: Sequence[Finding],
+    *,
+    seconds: float,
+    provisional: bool,
+) -> Evidence:
+    """Returns the policy file's `evidence`. Of the sound trials it keeps those that no other one beats.
 
-    Of the sound trials it keeps those that no other one beats. Keys have the order of the format, so that a reader
-    meets the claim before the figures of all finalists.
+    Keys have the order of the format, so that a reader meets the claim before the figures of all finalists.
     """
-    verdict, points = decision.verdict, decision.points
-    winner, baseline = verdict.winner, verdict.baseline
-    own: Any = _own_figures(winner)
-    evidence = Evidence(
-        baseline=_figures(baseline),
-        parity=parity_of(rows, winner.policy, baseline.policy) | numerics_of(judgement),
-        finalists=[_figures(contender) for contender in decision.finalists],
-        findings=[finding.as_dict() for finding in decision.findings],
-        tuned_on=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        trials=len(decision.trials),
-        seconds=round(decision.seconds, 1),
-    )
-    evidence.update(own)
-    devices = {row.outcome.devices for row in rows if isinstance(row.outcome, Measurement)}
-    if max(devices, default=1) > 1:
-        evidence["devices"] = max(devices)
-    if decision.amp_recipe is not None:
-        evidence["amp_recipe"] = _figures(decision.amp_recipe)
-    if decision.ablation:
-        evidence["ablation"] = {one.variant.setting: _bought(one, decision.objective) for one in decision.ablation}
-    evidence["confidence"] = verdict.confidence
-    if decision.provisional:
-        evidence["provisional"] = True
-    if points:
-        evidence["pareto"] = [point.as_dict() for point in spread_along(front_of(points))]
-        trial = next((point for point in points if point.policy == baseline.policy), None)
-        evidence["baseline"] |= {} if trial is None else {"trial": trial.figures}
-    evidence.update(_of_objective(decision))
-    return in_order(evidence)
+    verdict, baseline = found.verdict, found.baseline
+    devices = max((row.outcome.devices for row in rows if isinstance(row.outcome, Measurement)), default=1)
+    trial = next((point for point in found.points if point.policy == baseline.policy), None)
+    evidence: dict[str, Any] = {
+        "baseline": _figures(baseline) | ({} if trial is None else {"trial": trial.figures}),
+        "amp_recipe": found.amp_recipe and _figures(found.amp_recipe),
+        **_own_figures(verdict.winner),
+        **_of_objective(found),
+        "parity": {**parity, **_of_the_gate(found.judgements.known(verdict.winner.policy))},
+        "finalists": [_figures(contender) for contender in found.finalists],
+        "ablation": {one.variant.setting: _bought(one, found.objective) for one in found.ablation} or None,
+        "pareto": [point.as_dict() for point in spread_along(found.front)] or None,
+        "findings": [finding.as_dict() for finding in findings],
+        "confidence": verdict.confidence,
+        "provisional": provisional or None,
+        "devices": devices if devices > 1 else None,
+        "tuned_on": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "trials": len(found.trials),
+        "seconds": round(seconds, 1),
+    }
+    known = {key: evidence[key] for key in Evidence.__annotations__ if evidence.get(key) is not None}
+    return cast("Evidence", known)
 
 
-def _of_objective(decision: Decision) -> Evidence:
+def _of_objective(found: Conclusion) -> dict[str, Any]:
     """Returns the objective and its gain; nothing for throughput, as its gain is the speedup."""
-    objective, gain = decision.objective, decision.gain
+    objective, gain = found.objective, found.gain
     if objective.name == "throughput":
-        return Evidence()
-    found = Evidence(objective=objective.name, gain=_digits(gain.value))
-    if (interval := _interval(gain)) is not None:
-        found["gain_ci95"] = interval
-    if objective.needs_speed:
-        found["least_speed"] = objective.least_speed
-    return found
+        return {}
+    least_speed = objective.least_speed if objective.needs_speed else None
+    figures = {"objective": objective.name, "gain": _digits(gain.value), "gain_ci95": _interval(gain)}
+    return {**figures, "least_speed": least_speed}
 
 
 def parity_of(rows: Sequence[Row], policy: Policy, baseline: Policy) -> dict[str, float]:
@@ -110,7 +108,7 @@ def parity_of(rows: Sequence[Row], policy: Policy, baseline: Policy) -> dict[str
     return {name: float(f"{value:.3g}") for name, value in parity.items()}
 
 
-def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
+def _of_the_gate(judgement: Judgement | None) -> dict[str, Any]:
     """Returns the figures of the numerics gate, and the largest share used of what it allows."""
     if judgement is None:
         return {}
@@ -121,7 +119,7 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
         "share_of_allowed": judgement.used,
         "gradient_bias": max((gradient.bias for gradient in compared), default=None),
         "gradient_error": max((gradient.error for gradient in compared), default=None),
-        "gradient_noise_fp32": _median(gradient.noise for gradient in gradients),
+        "gradient_noise_fp32": statistics.median(gradient.noise for gradient in gradients) if gradients else None,
         "loss_drift": parity.drift_share,
         "loss_drift_of_fp32_spread": parity.drift,
         "skipped_share": parity.skipped_share,
@@ -131,11 +129,6 @@ def numerics_of(judgement: Judgement | None) -> dict[str, Any]:
     rounded = {name: float(f"{value:.3g}") for name, value in figures.items() if value is not None}
     modules, judged = ({gradient.module for gradient in some} for some in (gradients, compared))
     return rounded | {"modules": len(modules), "modules_compared": len(judged), "spread_from": parity.spread}
-
-
-def _median(figures: Iterable[float]) -> float | None:
-    values = tuple(figures)
-    return statistics.median(values) if values else None
 
 
 def _measurements(rows: Sequence[Row], policy: Policy) -> list[Measurement]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.gate.judgements import J, Judgements
+from amptune.search.gate.judgements import Judgements
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
@@ -58,7 +58,7 @@ class ParetoPoint:
         return {"policy": policy_to_dict(self.policy), **self.figures, "judged": self.judged}
 
 
-def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements[J]) -> tuple[ParetoPoint, ...]:
+def points_of(trials: Iterable[Trial], verdict: Verdict, judgements: Judgements) -> tuple[ParetoPoint, ...]:
     """Returns each policy that was tried, never failed and was not rejected by the numerics gate, with its figures."""
     tried = {trial.policy for trial in trials}
     return tuple(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.numerics.comparison import LEAST_DEVIATION
@@ -21,7 +22,7 @@ from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import TIMES_SPREAD, BufferParity
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
-from amptune.search.gate.judge import raised_by
+from amptune.search.gate.judgement import is_own_fault
 
 __all__ = ["LongLook"]
 
@@ -48,13 +49,19 @@ class LongLook:
     interrupted: bool = False
     changed: tuple[Finding, ...] = ()
     seconds: float = 0.0
-    gaps: tuple[Gap, ...] = field(init=False)
-    buffers: tuple[BufferParity, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        enough = len(self.pairs) >= LEAST_SEEDS and self.steps_seen >= LEAST_STEPS
-        object.__setattr__(self, "gaps", gaps_of(self.pairs, self.tolerance) if enough else ())
-        object.__setattr__(self, "buffers", buffers_of(self.pairs) if enough else ())
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """The figures that can be told from so many seeds and steps; none from too few."""
+        return gaps_of(self.pairs, self.tolerance) if self._are_enough else ()
+
+    @cached_property
+    def buffers(self) -> tuple[BufferParity, ...]:
+        return buffers_of(self.pairs) if self._are_enough else ()
+
+    @property
+    def _are_enough(self) -> bool:
+        return len(self.pairs) >= LEAST_SEEDS and self.steps_seen >= LEAST_STEPS
 
     @property
     def steps_seen(self) -> int:
@@ -64,7 +71,8 @@ class LongLook:
     @property
     def agreement(self) -> Agreement:
         """Returns "met" if the policy trains like FP32, "missed" if it does not, "open" if nobody can tell."""
-        if self._is_broken or self.buffers_off or any(gap.agreement == "missed" for gap in self.gaps):
+        is_broken = self.failure is not None and is_own_fault(self.policy, self.failure)
+        if is_broken or self.buffers_off or any(gap.agreement == "missed" for gap in self.gaps):
             return "missed"
         is_whole = self.failure is None and self.steps_seen >= self.steps
         return "met" if self.gaps and is_whole and all(gap.agreement == "met" for gap in self.gaps) else "open"
@@ -91,10 +99,6 @@ class LongLook:
     def findings(self) -> tuple[Finding, ...]:
         """The answer, then what it rests on."""
         return (_answer(self), *_further(self), *self.changed)
-
-    @property
-    def _is_broken(self) -> bool:
-        return self.failure is not None and raised_by(self.policy, self.failure)
 
 
 def _answer(look: LongLook) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,10 @@ from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["OF_A_TRIAL", "READERS", "GateRecord", "StudyRecord", "TuningRecord", "findings_from", "without_password"]
+__all__ = ["OF_A_TRIAL", "READERS", "StudyRecord", "TuningRecord", "findings_from", "without_password"]
 
 # What a study keeps of a tuning run as it is.
 _AS_THEY_ARE = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
-# Figures of a judgement that a study keeps.
-MOST_WORST = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,58 +77,6 @@ class TuningRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GateRecord:
-    """The numerics gate's result for a policy: whether it is as good as FP32, and the share it uses of the limits.
-
-    `worst` are the figures nearest to their limits, one a module; `losses` is the policy's loss curve there,
-    `losses_fp32` that of FP32 and of its replicas. A study of an earlier amptune has none of these.
-    """
-
-    policy: Policy
-    passes: bool
-    used: float
-    words: str
-    worst: tuple[Finding, ...] = ()
-    losses: tuple[float, ...] = ()
-    losses_fp32: tuple[tuple[float, ...], ...] = ()
-
-    @staticmethod
-    def of(judgement: Judgement) -> GateRecord:
-        return GateRecord(
-            policy=judgement.policy,
-            passes=judgement.passes,
-            used=judgement.used,
-            words=str(judgement),
-            worst=judgement.worst[:MOST_WORST],
-            losses=judgement.parity.losses,
-            losses_fp32=judgement.parity.losses_fp32,
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for the study; `from_dict` is the inverse."""
-        return {
-            "policy": policy_to_dict(self.policy),
-            "passes": self.passes,
-            "used": self.used,
-            "words": self.words,
-            "worst": [finding.as_dict() for finding in self.worst],
-            "losses": _short(self.losses),
-            "losses_fp32": [_short(losses) for losses in self.losses_fp32],
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> GateRecord:
-        worst = tuple(map(Finding.from_dict, data.get("worst", ())))
-        read = {**data, "policy": policy_from_dict(data["policy"]), "worst": worst}
-        return adapter_for(GateRecord).validate_python(read)  # type: ignore[no-any-return]
-
-
-def _short(losses: Sequence[float]) -> list[float]:
-    """Returns the losses to six digits, which is what a chart shows of them."""
-    return [float(f"{loss:.6g}") for loss in losses]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StudyRecord:
     """A study read back: its tuning runs, the last one last, and all their trials.
 
@@ -143,7 +89,7 @@ class StudyRecord:
     where: str
     tunings: tuple[TuningRecord, ...]
     trials: tuple[Trial, ...]
-    judged: tuple[GateRecord, ...] = ()
+    judged: tuple[Judgement, ...] = ()
     outside: frozenset[Policy] = frozenset()
     rows: tuple[Row, ...] = ()
     timeline: tuple[Mapping[str, Any], ...] = ()
@@ -163,9 +109,8 @@ class StudyRecord:
         return self.tunings[-1]
 
     @property
-    def judgements(self) -> Judgements[GateRecord]:
-        none: Judgements[GateRecord] = Judgements(self.last.baseline)
-        return none.also(*self.judged)
+    def judgements(self) -> Judgements:
+        return Judgements(self.last.baseline).also(*self.judged)
 
 
 def findings_from(data: Iterable[Mapping[str, Any]]) -> tuple[Finding, ...]:
@@ -177,7 +122,7 @@ OF_A_TRIAL = {"policy", "outcome", "seconds", "run", "moment_s"}
 # What reads an attribute of a study or of a trial, by its name, and raises an error for what amptune does not write.
 READERS: dict[str, Callable[[Any], Any]] = {
     "tuning": TuningRecord.from_dict,
-    "judged": GateRecord.from_dict,
+    "judged": Judgement.from_dict,
     "row": Row.from_dict,
     "timeline": tuple,
     "findings": findings_from,

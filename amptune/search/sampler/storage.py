@@ -20,12 +20,12 @@ from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line, policy_to_dict
 from amptune.policy.settings import Policy
+from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.backend import SQLITE, experimental, opened, storage_errors
 from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.leases import Leases
 from amptune.search.sampler.records import (
     READERS,
-    GateRecord,
     StudyRecord,
     TuningRecord,
     findings_from,
@@ -158,7 +158,7 @@ class Store:
         """Records what a tuning run did when."""
         self._note(TIMELINE, run, list(timeline))
 
-    def note_judged(self, judged: GateRecord) -> None:
+    def note_judged(self, judged: Judgement) -> None:
         """Records the numerics gate's judgement of a policy."""
         self._note(JUDGED, hashlib.sha256(str(judged.policy).encode()).hexdigest(), judged.as_dict())
 
@@ -253,7 +253,7 @@ def _record_of(study: optuna.Study, where: str) -> StudyRecord:
         where=where,
         tunings=tuple(tunings),
         trials=trials,
-        judged=tuple(map(GateRecord.from_dict, kept[JUDGED].values())),
+        judged=tuple(map(Judgement.from_dict, kept[JUDGED].values())),
         outside=_outside(study, trials),
         rows=tuple(_rows_in(attributes)),
         timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),

@@ -17,7 +17,7 @@ from amptune.search.sampler.backend import TrialGivenUpError
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
 from amptune.search.sampler.neighbours import neighbours_of
 from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed
-from amptune.search.sampler.records import GateRecord, TuningRecord
+from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.storage import Handle, Store, open_store
 from amptune.search.sampler.suggestion import Suggestion
 from amptune.search.space.knobs import Space
@@ -177,7 +177,7 @@ class Study:
     def keep(self, judgement: Judgement) -> None:
         """Records the numerics gate's judgement of a policy; a storage that fails loses it for later runs alone."""
         with self._losing():
-            self._store.note_judged(GateRecord.of(judgement))
+            self._store.note_judged(judgement)
 
     def measure_first(self, policies: Iterable[Policy]) -> None:
         """Puts these policies first, including those outside the space."""

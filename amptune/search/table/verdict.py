@@ -254,9 +254,7 @@ def _findings(verdict: Verdict, equals: int) -> Iterator[Finding]:
 def _kept(verdict: Verdict) -> Iterator[Finding]:
     leader, objective = verdict.leader, verdict.objective
     if len(verdict.contenders) == 1:
-        message = "only the baseline was measured: the budget (or --trials) was spent before anything else was tried"
-        yield Finding(code="budget-too-small", message=message)
-        return
+        return  # there is no answer yet
     rival = ""
     if leader is not None:
         words = gain_in_words(objective, leader.gain, leader.vs_baseline)

@@ -1,4 +1,4 @@
-"""The decision that a verdict leads to, and its evidence."""
+"""The decision that a verdict leads to, its evidence and its words."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from tables import BF16, BF16_LAST, FP16, decided, in_turn, row
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Float8Rule, Policy, amp_recipe
-from amptune.search.decide.conclusion import decide, devices_findings
-from amptune.search.decide.decision import Decision
+from amptune.report.answer import answer_of
+from amptune.search.decide.caveats import devices_findings, memory_freed
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.decide.decision import Decision, decide
 from amptune.search.gate.judge import Judge
-from amptune.search.plan.budget import Budget
-from amptune.search.table.effects import GPU
+from amptune.search.gate.judgements import Judgements, without_graph
+from amptune.search.table.effects import CPU, GPU
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
@@ -29,28 +31,24 @@ ROUNDS = in_turn({STOCK: [10.0] * 3, BF16_LAST: [5.0] * 3, BF16: [6.0] * 3, FP16
 PREPARED = RecordedEvaluator("resnet50").prepare(1.0)
 
 
-def judge_of(*judged: Policy, parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()) -> Judge:
-    judge = Judge(RecordedEvaluator("resnet50", parity=parity), STOCK, Budget(seconds=600.0), lambda _: None)
-    for policy in judged:
-        judge.judgement_of(policy)
-    return judge
+def judgements_of(*judged: Policy, parity: Callable[[Policy], Parity | Failure] = lambda _: Parity()) -> Judgements:
+    judge = Judge(RecordedEvaluator("resnet50", parity=parity), STOCK)
+    found = (judge.judge(policy, seconds_for_reference=1.0, limit_s=10.0) for policy in judged)
+    return Judgements(STOCK).also(*(one for one in found if one is not None))
 
 
-def concluded(rows: Sequence[Row], judge: Judge | None = None) -> Decision:
-    """The decision on these rows, of which the first of each policy is its trial. All can win that the judge lets."""
-    judgements = (judge or judge_of()).judgements
+def concluded(rows: Sequence[Row], judgements: Judgements | None = None, **more: Any) -> Decision:
+    """The decision on these rows, of which the first of each policy is its trial. All can win that the gate lets."""
+    judgements = judgements or judgements_of()
+    bar = judgements.bar
     first = {one.policy: one.outcome for one in reversed(rows)}
-    return decide(
-        PREPARED,
-        [Trial(number=i, policy=policy, outcome=of, seconds=2.0) for i, (policy, of) in enumerate(first.items())],
-        rows,
-        decided(rows, GPU, bar=lambda policy: judgements.bar(policy, is_outside=False)),
-        judgements,
-        amp_recipes=(BF16, FP16),
-        noticed_before=(),
-        seconds=120.0,
-        interrupted=False,
+    conclusion = Conclusion(
+        verdict=decided(rows, GPU, bar=lambda policy: bar(policy, is_outside=False)),
+        trials=tuple(Trial(number=i, policy=p, outcome=of, seconds=2.0) for i, (p, of) in enumerate(first.items())),
+        judgements=judgements,
+        recipes=(BF16, FP16),
     )
+    return decide(conclusion, PREPARED, rows, seconds=120.0, **more)
 
 
 def evidence(decision: Decision) -> Any:
@@ -62,7 +60,7 @@ def found(decision: Decision, code: str) -> list[str]:
 
 
 def test_the_policy_file_claims_what_the_verdict_says() -> None:
-    decision = concluded(ROUNDS, judge_of(BF16_LAST))
+    decision = concluded(ROUNDS, judgements_of(BF16_LAST))
     assert decision.winner == BF16_LAST
     assert decision.policy == replace(BF16_LAST, batch_size=128), "the batch size that it was measured with"
     assert decision.speedup == decision.gain == decision.verdict.winner.vs_baseline
@@ -102,7 +100,7 @@ def test_finalists_are_those_measured_more_than_once_the_baseline_the_winner_and
 
 def test_a_winner_that_could_not_be_judged_says_why_and_one_in_fp8_asks_for_a_longer_look() -> None:
     no_memory = Failure(kind="oom", message="no memory for the reference")
-    (text,) = found(concluded(ROUNDS, judge_of(BF16_LAST, parity=lambda _: no_memory)), "not-judged")
+    (text,) = found(concluded(ROUNDS, judgements_of(BF16_LAST, parity=lambda _: no_memory)), "not-judged")
     assert "were not judged (oom: no memory for the reference): watch its loss" in text
     in_float8 = replace(COMPILED, float8_modules=(Float8Rule(path="body"),))
     (text,) = found(concluded(in_turn({STOCK: [10.0] * 3, in_float8: [5.0] * 3})), "float8-judged-briefly")
@@ -111,18 +109,17 @@ def test_a_winner_that_could_not_be_judged_says_why_and_one_in_fp8_asks_for_a_lo
 
 def test_a_compiled_winner_whose_graph_was_not_judged_says_so_and_how_far_its_losses_are() -> None:
     columns = {STOCK: [took(10, losses=(4.0, 2.0))] * 3, COMPILED: [took(5, losses=(4.0, 2.1))] * 3}
-    judge = judge_of(COMPILED)
-    decision = concluded(in_turn(columns), judge)
+    alone = judgements_of(without_graph(COMPILED))
+    decision = concluded(in_turn(columns), alone)
     (text,) = found(decision, "graph-not-judged")
     assert "numerics were judged without torch.compile, and not those of its graph" in text
     assert text.endswith("; the losses of its first steps differ from the baseline's by 5 % at most")
-    judge.judge_graph(COMPILED)
-    assert found(concluded(in_turn(columns), judge), "graph-not-judged") == []
+    whole = judgements_of(without_graph(COMPILED), COMPILED)
+    assert found(concluded(in_turn(columns), whole), "graph-not-judged") == []
 
 
 def test_a_compared_policy_that_trains_worse_than_fp32_cannot_win_and_is_told() -> None:
-    judge = judge_of(BF16_LAST, parity=lambda policy: BREAKS if policy.memory_format != "contiguous" else Parity())
-    decision = concluded(ROUNDS, judge)
+    decision = concluded(ROUNDS, judgements_of(BF16_LAST, parity=lambda _: BREAKS))
     assert decision.winner == BF16
     assert BF16_LAST not in {point.policy for point in decision.points}
     (finding,) = (finding for finding in decision.findings if finding.code == "rejected")
@@ -139,3 +136,34 @@ def test_the_evidence_tells_how_far_the_first_losses_are_from_the_baselines() ->
     assert parity["loss_deviation"] == pytest.approx(0.05)
     assert parity["fp32_loss_deviation"] == pytest.approx(0.001)
     assert parity["gradient_norm_deviation"] == pytest.approx(0.1)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_where_the_baseline_alone_was_measured_there_is_no_answer_but_the_command_that_gives_one() -> None:
+    rows = in_turn({STOCK: [10.0] * 3})
+    decision = concluded(rows, again="amptune tune train.py:small --budget 300s")
+    lines = answer_of(decision, "policy.yaml")
+    assert lines[0] == "no answer yet: the budget was enough for the baseline only"
+    assert lines[2] == "policy written to policy.yaml; run amptune tune train.py:small --budget 300s"
+    (text,) = found(decision, "budget-too-small")
+    assert text == f"{lines[0]}; run amptune tune train.py:small --budget 300s"
+    assert not found(decision, "keep")
+    assert not any("keep what you have" in str(finding) for finding in decision.findings)
+    assert concluded(ROUNDS, again="amptune tune").again is None, "there is an answer"
+
+
+def test_a_policy_that_was_slow_in_its_only_measurement_is_told_by_its_time_and_by_no_probability() -> None:
+    verdict = decided([row(STOCK, 10.0), row(BF16, 11.0, moment_s=2.0)], CPU)
+    told = Conclusion(verdict=verdict, trials=(), judgements=judgements_of(), recipes=(BF16,))
+    assert told.grounds == "undecided: not enough measurements; bf16 took 1.1 times as long in its only one"
+    assert "probability" not in f"{told.sentence} {' '.join(map(str, verdict.findings))}"
+
+
+@pytest.mark.parametrize(("own_mib", "told"), [(4000.0, True), (5000.0, False), (6000.0, False)])
+def test_memory_that_a_policy_frees_is_told_where_a_policy_was_found(own_mib: float, *, told: bool) -> None:
+    fast = in_turn({STOCK: [took(10, 5000.0)] * 3, BF16: [took(5, own_mib)] * 3})
+    slow = in_turn({STOCK: [took(10, 5000.0)] * 3, BF16: [took(20, own_mib)] * 3})
+    assert [one.code for one in memory_freed(decided(fast, GPU))] == ["memory-freed"] * told
+    assert list(memory_freed(decided(slow, GPU))) == []

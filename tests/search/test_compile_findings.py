@@ -10,7 +10,7 @@ from measurements import took
 from amptune.measure.results.outcome import Failure, Outcome
 from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.plan.compile_costs import cold_s, compile_findings
+from amptune.search.decide.compile_findings import compile_findings
 from amptune.search.table.trial import Trial
 
 EAGER = amp_recipe("fp16")
@@ -20,16 +20,6 @@ COMPILED = replace(EAGER, compile="default")
 def findings_of(outcomes: Mapping[Policy, Outcome], winner: Policy) -> dict[str, Finding]:
     trials = [Trial(number=i, policy=p, outcome=o, seconds=1.0) for i, (p, o) in enumerate(outcomes.items())]
     return {finding.code: finding for finding in compile_findings(trials, winner)}
-
-
-def test_what_compiling_will_take_goes_by_what_was_compiled() -> None:
-    fp32 = Policy(compile="default")
-    tried: dict[Policy, Outcome] = {EAGER: took(25.0), COMPILED: took(20.0, startup_s=44.0)}
-    assert cold_s(EAGER, tried) == 0
-    assert cold_s(replace(COMPILED, fused_optimizer=True), tried) == 0
-    assert cold_s(fp32, tried) == 44
-    assert cold_s(fp32, {}) == 30
-    assert cold_s(replace(COMPILED, compile="max-autotune"), tried) == 300
 
 
 def test_compiling_pays_after_as_many_steps_as_it_takes_to_win_its_time_back() -> None:
@@ -46,3 +36,17 @@ def test_failures_are_counted_and_the_most_frequent_is_named() -> None:
     assert found.keys() == {"compile-failed"}
     assert found["compile-failed"].figures == {"failed": 2, "of": 2}
     assert "no Triton here" in found["compile-failed"].message
+
+
+def test_the_fastest_compiled_policy_is_told_where_another_won_and_so_is_what_breaks_its_graph() -> None:
+    broken = took(40.0, graph_breaks=("print in forward",), recompiled=3)
+    found = findings_of({EAGER: took(20.0), COMPILED: broken}, EAGER)
+    assert found.keys() == {"compile-not-needed", "graph-breaks", "recompiles"}
+    assert found["compile-not-needed"].figures == {"ratio": 0.5}
+    assert "print in forward" in found["graph-breaks"].message
+
+
+def test_a_graph_that_saves_no_time_costs_and_one_from_the_cache_is_not_told() -> None:
+    slower = {EAGER: took(20.0), COMPILED: took(21.0, startup_s=30.0)}
+    assert findings_of(slower, COMPILED).keys() == {"compile-costs"}
+    assert not findings_of({EAGER: took(20.0), COMPILED: took(10.0, startup_s=0.2)}, COMPILED)
