@@ -16,9 +16,9 @@ from rich.text import Text
 
 from amptune.errors import visible
 from amptune.measure.results.outcome import Failure
-from amptune.search.events import ContenderMeasured, Event, StepStarted, TrialEnded, WorkerSaid
+from amptune.search.events import ContenderMeasured, Event, JobStarted, TrialEnded, WorkerSaid
+from amptune.search.job import JobKind
 from amptune.search.plan.budget import Budget
-from amptune.search.plan.plan import Stage as PlanStage
 from amptune.search.table.gains import counted
 from amptune.search.table.trial import Trial
 
@@ -28,7 +28,7 @@ STAGES = {
     "comparison": "comparison",
     "verify": "the claim measured again",
 }
-_STEPS: dict[PlanStage, str] = {
+_JOBS: dict[JobKind, str] = {
     "build": "building",
     "batch size": "looking for",
     "trial": "measuring",
@@ -42,7 +42,7 @@ _STEPS: dict[PlanStage, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A snapshot of a run: trials that ended, those that failed, the best one, and the present step."""
+    """A snapshot of a run: trials that ended, those that failed, the best one, and the present job."""
 
     doing: str = "building the workload"
     ended: int = 0
@@ -70,8 +70,8 @@ class Standing:
 def standing_after(standing: Standing, event: Event) -> Standing:
     """Returns what is known after an event."""
     match event:
-        case StepStarted() if event.stage in _STEPS:
-            return replace(standing, doing=f"{_STEPS[event.stage]} {event.what}")
+        case JobStarted() if event.job.kind in _JOBS:
+            return replace(standing, doing=f"{_JOBS[event.job.kind]} {event.job.what}")
         case ContenderMeasured():
             return replace(standing, doing=f"{STAGES[event.stage]}, launch {event.launch + 1}: {event.policy}")
         case TrialEnded():

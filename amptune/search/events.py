@@ -13,7 +13,7 @@ from amptune.measure.results.outcome import Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Policy
 from amptune.search.gate.judge import PolicyJudged
-from amptune.search.plan.plan import Stage as PlanStage
+from amptune.search.job import Job
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.trial import Trial
 
@@ -23,12 +23,12 @@ __all__ = [
     "ContenderMeasured",
     "CurveTrained",
     "Event",
+    "JobStarted",
     "Observer",
     "PolicyJudged",
     "SearchEnded",
     "SearchStarted",
     "Stage",
-    "StepStarted",
     "TrialEnded",
     "WorkloadBuilt",
 ]
@@ -46,11 +46,10 @@ class WorkloadBuilt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStarted:
-    """The event before a step of the plan; few other events follow for a while."""
+class JobStarted:
+    """The event before a job; few other events follow for a while."""
 
-    stage: PlanStage
-    what: str
+    job: Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +130,7 @@ class WorkerSaid:
 
 
 Event = (
-    StepStarted
+    JobStarted
     | WorkloadBuilt
     | PolicyJudged
     | SearchStarted

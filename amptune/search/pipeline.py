@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import shutil
 import threading
@@ -23,17 +22,16 @@ from amptune.measure.workers.cpu_share import cores_of_this_process
 from amptune.policy.artifact_file import kept_in
 from amptune.policy.findings import Finding
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Observer, StepStarted, WorkloadBuilt
-from amptune.search.gate.judge import Judge
-from amptune.search.plan.plan import Choice, Step
-from amptune.search.plan.timeline import Timeline
+from amptune.search.events import JobStarted, Observer, WorkloadBuilt
+from amptune.search.job import Job
 from amptune.search.request import TuningRequest, hide_from_git, require_known
-from amptune.search.space.candidates import Candidates, candidates_for
+from amptune.search.space.candidates import candidates_for
 from amptune.search.space.global_batch import GlobalBatch
 from amptune.search.table.trial import error_of_baseline
+from amptune.search.timeline import Timeline
 
 if TYPE_CHECKING:
-    from amptune.search.sampler.study import Study
+    from amptune.search.state import State
 
 __all__ = ["TuningInterrupted", "lock_of", "locked", "run_tuning", "tune_with"]
 
@@ -86,25 +84,23 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
     require_known(request)
-    timeline = Timeline(request.budget, lambda step: observer(StepStarted(stage=step.stage, what=step.what)))
+    timeline = Timeline(request.budget, lambda job: observer(JobStarted(job=job)))
     # Optuna takes seconds to import on a slow host, while the workers build the workload.
     threading.Thread(target=importlib.import_module, args=["amptune.search.run"], daemon=True).start()
     prepared = _built(evaluator, request, timeline)
-    from amptune.search.knowledge import Knowledge
     from amptune.search.run import TuningRun
-    from amptune.search.stages import Stages
+    from amptune.search.run_start import performer_of, state_of
 
     observer(WorkloadBuilt(prepared=prepared, left_s=request.budget.left_s))
     if request.objective.name == "energy" and prepared.hardware.gpu is None:
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
     request = _accumulating(_saving_memory(request), prepared)
     candidates = candidates_for(prepared, request.wanted)
-    judge = Judge(evaluator, candidates.baseline, request.budget, observer, prepared.subject.tolerance)
-    known = Knowledge(request, prepared, candidates, judge)
-    run = TuningRun(Stages(known, evaluator, observer), timeline)
+    performer = performer_of(evaluator, request, prepared, candidates, observer)
+    run = TuningRun(state_of(performer, request, prepared, candidates), performer, timeline, observer)
     try:
         run.find_answer()
-        decision = run.sound_decision()
+        decision = run.decision()
     except KeyboardInterrupt:
         raise TuningInterrupted(run.decision(interrupted=True)) from None
     except Exception as error:
@@ -113,7 +109,7 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
             raise
         raise TuningInterrupted(so_far) from error
     if decision is None:
-        raise _nothing_feasible(known.study, candidates)
+        raise _nothing_feasible(run.state)
     return decision
 
 
@@ -122,8 +118,7 @@ def _built(evaluator: Evaluator, request: TuningRequest, timeline: Timeline) -> 
     if request.wanted.compile is not False:
         evaluator.build_ahead(GRAPHS_AHEAD)
     limit_s = request.budget.left_to_prepare_s
-    step = Step(stage="build", what=request.source.target or "workload", seconds=limit_s, worth=math.inf)
-    with timeline.noting(Choice(step=step, limit_s=limit_s)):
+    with timeline.noting(Job(kind="build", seconds=limit_s, limit_s=limit_s)):
         return evaluator.prepare(limit_s)
 
 
@@ -156,14 +151,14 @@ def _keep_findings(request: TuningRequest, decision: Decision, *more: Finding) -
         keep_findings(request.study, request.run, (*more, *decision.findings))
 
 
-def _nothing_feasible(study: Study, candidates: Candidates) -> Exception:
+def _nothing_feasible(state: State) -> Exception:
     """Returns why there is no decision: the user's own error if there is one, else the baseline's failure."""
-    trial = study.trial_of(candidates.baseline)
+    trial = state.history.latest.get(state.baseline)
     if trial is None:
         return NothingFeasibleError("the baseline could not be measured within the budget; give more with --budget")
     if not isinstance(trial.outcome, Failure):
         return ObjectiveError(f"{NO_ENERGY}: none could be read while the baseline ran")
-    return error_of_baseline(candidates.baseline, trial.outcome)
+    return error_of_baseline(state.baseline, trial.outcome)
 
 
 def lock_of(device: str | None) -> str:

@@ -20,7 +20,7 @@ from amptune.policy.policy_file import BASELINES
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.plan.budget import Budget
 from amptune.search.space.candidates import Wanted
-from amptune.search.space.knobs import SEARCHED, pin, with_knob
+from amptune.search.space.knobs import SEARCHED, pin, with_choices
 from amptune.search.space.space_file import load_space
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.by_value import to_bytes
@@ -117,7 +117,7 @@ def require_known(request: TuningRequest) -> None:
     space = load_space(wanted.space or "cpu")
     if wanted.space is None:  # that of this machine is not known yet: any knob may be in it
         for name in sorted(SEARCHED.keys() - {"batch_size", "accumulate"} - {knob.name for knob in space.knobs}):
-            space = with_knob(space, name, (SEARCHED[name].stock,), stock=SEARCHED[name].stock)
+            space = with_choices(space, name, (SEARCHED[name].stock,), SEARCHED[name].stock)
     for name, text in wanted.pins.items():
         if name not in ("batch_size", "accumulate") or wanted.batch_size is None:
             pin(space, name, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,11 +19,11 @@ from amptune.policy.hardware_match import require_valid
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.claim import MARGIN, NARROW_ENOUGH, Answer, Claim, Comparison, Figure, Pair, Ratios, claim_of
-from amptune.search.events import Observer
-from amptune.search.narrowing import Narrowing
+from amptune.search.events import ComparisonStarted, Observer
+from amptune.search.measuring import RoundMeasurer
 from amptune.search.plan.budget import Budget
 from amptune.search.request import ranks_of, source_of, workers_log
-from amptune.search.table.contenders import Contender
+from amptune.search.table.contenders import PROCESSES, Contender
 from amptune.search.table.gains import counted, use_of
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, waits_for_data
@@ -30,6 +31,8 @@ from amptune.workload.workload import Workload
 
 __all__ = ["Verification", "verify", "verify_with"]
 
+# At least this share of the rounds is in fresh processes, which differ more than blocks of one.
+FRESH_SHARE = 1 / 3
 # Findings about what disturbed the measurements.
 DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling", "allocator-thrashing")
 
@@ -143,28 +146,38 @@ def _measured(
     """
     rows: list[Row] = []
     rounds: list[Ratios] = []
-    narrowing = Narrowing(
+    measurer = RoundMeasurer(
         evaluator=evaluator,
         budget=budget,
         observer=observer,
         run="verify",
-        verdict=lambda: pair.verdict(rows),
         keep=rows.append,
-        stage="verify",
+        purpose="verify",
         objective=pair.claim.objective,
-        start_s=start_s,
     )
-    narrowing.round_of(pair.both)
+    observer(ComparisonStarted(stage="verify", policies=pair.both, left_s=budget.left_s))
+    _measure(measurer, pair, rows, fresh=True)
     if waits_for_data(rows):  # such rows are left out of a verdict
-        narrowing.in_loop = False
-        narrowing.round_of(pair.both)
+        measurer.in_loop = False
+        _measure(measurer, pair, rows, fresh=True)
     while (ratios := pair.ratios(rows)) is not None:
         rounds.append(ratios)
         if None in ratios or pair.claim.is_settled(rounds):
             break
-        if not narrowing.again(pair.both, fresh=pair.claim.is_missed_by(ratios)):
+        turns_s = sum(measurer.costs_s.values())
+        has_time = budget.left_s >= len(pair.both) * start_s + turns_s
+        fresh = pair.claim.is_missed_by(ratios) or measurer.launches < max(PROCESSES, len(rounds) * FRESH_SHARE)
+        if budget.left_s < turns_s or not _measure(measurer, pair, rows, fresh=fresh and has_time):
             break
     return rows, rounds
+
+
+def _measure(measurer: RoundMeasurer, pair: Pair, rows: Sequence[Row], *, fresh: bool) -> bool:
+    """Measures both once; returns False if the budget ended that. The first round is measured whatever is left."""
+    measured = [row for row in rows if isinstance(row.outcome, Measurement)]
+    steps_ms = {row.policy: row.outcome.mean_ms for row in measured if isinstance(row.outcome, Measurement)}
+    until_s = measurer.budget.seconds if measured else math.inf
+    return measurer.measure(pair.both, steps_ms, fresh=fresh, until_s=until_s)
 
 
 def _other_devices(policy_file: PolicyFile, prepared: Prepared) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from amptune.measure.results.subject import Module
 from amptune.policy.settings import STOCK, Float8Rule, Fp32Rule, HalfRule, Policy, Reason, amp_recipe
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.exclusions import Ladder
-from amptune.search.space.knobs import Point, forbidden_because, points
+from amptune.search.space.knobs import Point, points, reason_against
 from amptune.search.space.space_file import space_names
 
 PARTS = {"": "Block", ".narrow": "Linear", ".mlp": "Mlp", ".mlp.up": "Linear", ".mlp.down": "Linear"}
@@ -53,6 +53,13 @@ def candidates(
     return candidates_for(prepared, wanted, Ladder(half=half) if half else None)
 
 
+def starts(space: str, *pins: tuple[str, str], sizes: tuple[int, ...] = (), **model: Any) -> tuple[Policy, ...]:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    prepared = replace(prepared, subject=replace(prepared.subject, **model))
+    wanted = Wanted(baseline=STOCK, space=space, pins=dict(pins), batch_size="auto" if sizes else None)
+    return candidates_for(prepared, wanted, sizes=sizes).starts
+
+
 def policies(of: Candidates) -> list[Policy]:
     return [of.policy_of(point) for point in points(of.space)]
 
@@ -71,7 +78,7 @@ def test_what_is_allowed_runs_together_and_a_pin_leaves_what_has_its_value(
     of: dict[str, Any] = {"saves_memory": saves_memory, "devices": devices}
     tried = candidates(space, **of)
     point = Point({one.name: data.draw(st.sampled_from(one.choices)) for one in tried.space.knobs})
-    if forbidden_because(tried.space, point) is not None:
+    if reason_against(point, tried.space.forbid) is not None:
         return
     policy = tried.policy_of(point)
     assert tried.allows(policy)
@@ -115,7 +122,7 @@ def test_a_search_tries_what_may_pay_on_this_machine_and_model_and_what_is_pinne
     found = candidates(space, *pins.items(), *PLAIN, **of)
     assert {getattr(policy, setting) for policy in policies(found)} == values
     if ALL in values:
-        assert found.policy_of(found.space.try_first[0]).checkpoint == ALL, "it takes the least memory"
+        assert ALL in {policy.checkpoint for policy in found.starts}, "it takes the least memory"
 
 
 @pytest.mark.parametrize(
@@ -177,3 +184,83 @@ def test_a_policy_of_ones_own_is_allowed_where_its_settings_are_choices(
     found: Candidates, policy: Policy, *, allowed: bool
 ) -> None:
     assert found.allows(policy) is allowed
+
+
+# --- the order ----------------------------------------------------------------------------------------------------------
+
+PICTURES: dict[str, Any] = {"convolution_dims": frozenset({2})}
+TEXT: dict[str, Any] = {"convolution_dims": frozenset()}
+VIDEO: dict[str, Any] = {"convolution_dims": frozenset({3})}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    space=st.sampled_from(space_names()),
+    dims=st.sampled_from([PICTURES, TEXT, VIDEO]),
+    fusable=st.booleans(),
+    threads=st.sampled_from([0, 1, 2, 64]),
+    pins=st.sampled_from([(), (("autocast", "off"),), (("fused_optimizer", "true"),), (("compile", "off"),)]),
+)
+def test_each_start_stands_once_is_allowed_and_matters_and_what_everybody_tries_is_among_them(
+    space: str, dims: dict[str, Any], fusable: bool, threads: int, pins: tuple[tuple[str, str], ...]
+) -> None:
+    model = {**dims, "fusable": fusable, "threads": threads}
+    found = candidates(space, *pins, of_model=tuple(model.items()))
+    order = found.starts
+    assert len(order) == len(set(order))
+    assert STOCK not in order, "it is the baseline"
+    assert set(found.known_good) <= {STOCK, *order}
+    for policy in set(order) - set(found.known_good):
+        assert found.allows(policy)
+        assert policy.memory_format == "contiguous" or dims is not TEXT
+        assert not policy.fused_optimizer or fusable or pins == (("fused_optimizer", "true"),)
+        assert policy.threads < max(threads, 1)
+    if not pins:
+        assert len(found.space.try_first) >= 2
+
+
+@pytest.mark.parametrize("space", ["ampere", "ada", "hopper", "blackwell", "volta", "turing"])
+@pytest.mark.parametrize(("model", "layout"), [(PICTURES, "channels_last"), (VIDEO, "channels_last_3d"), (TEXT, None)])
+def test_tensor_cores_get_both_graphs_of_one_dtype_first_whatever_the_model_reads(
+    space: str, model: dict[str, Any], layout: str | None
+) -> None:
+    """Then a recording, which needs no compiler. One line of a space is for pictures, videos and text alike."""
+    half = "fp16" if space in ("volta", "turing") else "bf16"
+    plain = Policy(autocast=half, memory_format=layout or "contiguous", fused_optimizer=True)  # type: ignore[arg-type]
+    graphs = [replace(plain, compile=mode) for mode in ("reduce-overhead", "default")]
+    assert starts(space, **model)[:3] == (*graphs, replace(plain, cuda_graphs=True))
+    assert plain in starts(space, **model)
+
+
+def test_blocks_come_behind_both_whole_graphs_and_the_other_dtype_behind_them() -> None:
+    repeated = {"repeated_leaves": 4, "leaves": RecordedEvaluator("resnet50").prepare(1.0).subject.leaves}
+    compiled = [policy for policy in starts("hopper", **TEXT, **repeated) if policy.compile != "off"]
+    assert [(policy.autocast, policy.compile) for policy in compiled[:5]] == [
+        ("bf16", "reduce-overhead"),
+        ("bf16", "default"),
+        ("bf16", "blocks"),
+        ("fp16", "reduce-overhead"),
+        ("fp16", "default"),
+    ]
+
+
+@pytest.mark.parametrize(("space", "leading", "last"), [("cpu", "off", "bf16"), ("cpu-bf16", "bf16", "bf16")])
+def test_a_cpu_tries_layout_optimizer_and_fewer_threads_and_bf16_first_or_last_by_what_it_can(
+    space: str, leading: str, last: str
+) -> None:
+    order = starts(space, **PICTURES, threads=2)
+    plain = Policy(memory_format="channels_last", fused_optimizer=True)
+    assert order[0] == replace(plain, autocast=leading)  # type: ignore[arg-type]
+    assert {plain, replace(plain, threads=1)} <= set(order[:4])
+    assert order[-1].autocast == last
+    if leading == "off":
+        assert [policy.autocast for policy in order[:-2]] == ["off"] * (len(order) - 2), "its recipes come last"
+
+
+def test_the_leading_recipes_are_tried_in_larger_batches_too_if_these_are_searched() -> None:
+    order = starts("hopper", sizes=(64, 256, 512, 1024, 2048), **TEXT)
+    larger = [policy for policy in order if policy.batch_size != 128]
+    assert order[-len(larger) :] == tuple(larger), "behind all others"
+    assert {policy.batch_size for policy in larger} == {1024, 256}
+    assert all(policy.compile == "off" for policy in larger)
+    assert {STOCK, order[2]} <= {replace(policy, batch_size=order[2].batch_size) for policy in larger} | {STOCK}

@@ -16,11 +16,11 @@ from amptune.search.space.knobs import (
     Space,
     Value,
     digest,
-    forbidden_because,
     pin,
     points,
+    reason_against,
     restrict,
-    with_knob,
+    with_choices,
 )
 
 CHOICES: dict[str, tuple[Value, ...]] = {
@@ -83,10 +83,10 @@ def test_every_combination_is_either_a_point_or_forbidden_for_a_reason(space: Sp
         for values in itertools.product(*(knob.choices for knob in space.knobs))
     ]
     allowed = list(points(space))
-    assert allowed == [point for point in every if forbidden_because(space, point) is None]
+    assert allowed == [point for point in every if reason_against(point, space.forbid) is None]
     for point in every:
         forbidden = any(all(point[name] in values for name, values in rule.when) for rule in space.forbid)
-        assert forbidden_because(space, point) == ("drawn" if forbidden else None)
+        assert reason_against(point, space.forbid) == ("drawn" if forbidden else None)
 
 
 @given(spaces(), st.data())
@@ -110,8 +110,17 @@ def test_restricting_keeps_the_points_with_those_values_and_pinning_those_with_o
 
 
 @given(spaces(), st.data())
+def test_starting_points_keep_their_order_move_to_the_value_given_and_merge(space: Space, data: st.DataObject) -> None:
+    knob = a_knob(data, space)
+    kept = data.draw(parts_of(knob.choices))
+    moved = with_choices(space, knob.name, kept, kept[0])
+    expected = [point if point[knob.name] in kept else Point({**point, knob.name: kept[0]}) for point in space.try_first]
+    assert moved.try_first == tuple(point for point in dict.fromkeys(expected) if point in set(points(moved)))
+
+
+@given(spaces(), st.data())
 def test_one_more_knob_multiplies_the_space_and_starts_at_todays_value(space: Space, data: st.DataObject) -> None:
-    wider = with_knob(space, "batch_size", (16, 32, 64), stock=32)
+    wider = with_choices(space, "batch_size", (16, 32, 64), 32)
     assert len(list(points(wider))) == 3 * len(list(points(space)))
     assert {point["batch_size"] for point in wider.try_first} <= {32}
     knob = a_knob(data, space)

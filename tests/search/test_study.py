@@ -16,7 +16,7 @@ from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.storage import open_store
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import Dimension, Space, with_knob
+from amptune.search.space.knobs import Dimension, Space, with_choices
 from amptune.search.table.trial import Trial
 
 WINNER = amp_recipe("fp16", memory_format="channels_last")
@@ -54,7 +54,7 @@ def test_what_failed_or_was_far_slower_is_no_neighbour_and_what_an_outlier_expla
 
 
 def test_a_storage_that_never_gives_what_it_was_asked_for_ends_the_search(study: Study, candidates: Candidates) -> None:
-    study.adopt(with_knob(candidates.space, "batch_size", (32, 64), stock=32), candidates.policy_of)
+    study.adopt(with_choices(candidates.space, "batch_size", (32, 64), 32), candidates.policy_of)
     with pytest.raises(StudyError, match="none of the policies"):
         study.suggest()
 

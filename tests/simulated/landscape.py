@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from amptune.measure.results.half_effects import Half, ModuleTrace, Reach, Sensitivity
+from amptune.measure.results.half_effects import Half, ModuleSensitivity, ModuleTrace, Reach, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
 from amptune.measure.results.training_runs import LossCurve, Parity
-from amptune.policy.settings import STOCK, Fp32Rule, Policy
+from amptune.policy.settings import STOCK, Fp32Rule, MemoryFormat, Policy, amp_recipe
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.exclusions import groups_by_intensity
+from amptune.search.space.module_rules import covered_by
 from simulated.clock import SimulatedClock
 from simulated.recorded import H200, own_batch_size, precision_of, recorded_rows
 
@@ -70,11 +70,11 @@ COMPILE_MODES = {
     "max-autotune-no-cudagraphs": (1.0, 0.98),
 }
 
-# Rungs measured: the single convolution from 1.268 (bf16) to 0.893 ms, VGG16's large Linear layers by 8 %.
-KNOWN_RUNGS = {("conv1", 0): 0.71, ("vgg16_cifar", 0): 0.93}
-RUNGS = 12
-GAINING_SHARE, RUNG_GAIN, RUNG_COST, NORM_COST = 0.3, 0.03, (0.003, 0.05), (0.10, 0.25)
-NORM_RUNGS = 2
+# What a module in FP32 does to a step, as measured: the single convolution from 1.268 (bf16) to 0.893 ms, VGG16's large
+# Linear layers by 8 %.
+KNOWN_IN_FP32 = {("conv1", "stem"): 0.71, ("vgg16_cifar", "head"): 0.93}
+NORMS = {"norm": "BatchNorm2d", "group": "GroupNorm"}
+GAINING_SHARE, FP32_GAIN, FP32_COST, NORM_COST = 0.3, 0.03, (0.003, 0.05), (0.10, 0.25)
 # In IEEE FP32 (fp32_math "stock" leaves matrix products so) an excluded Linear layer costs up to this much more.
 IEEE_COST = 0.03
 FUSED_EFFECT = 0.04
@@ -181,25 +181,41 @@ class Landscape:
 
     def _effect_of_rules(self, rules: tuple[Fp32Rule, ...]) -> tuple[float, float]:
         if rules not in self._effects:
-            rungs = [self._index_of[rule] for rule in rules]
-            tf32 = math.prod(self._rung(index) for index in rungs)
-            ieee = math.prod(1 + IEEE_COST * _drawn(self.workload, "ieee", index) for index in rungs)
+            modules = self.prepared.subject.modules
+            paths = [module.path for module in modules]
+            kept = sorted({path for rule in rules for path in covered_by(rule, paths, modules)})
+            tf32 = math.prod(map(self.in_fp32, kept))
+            ieee = math.prod(1 + IEEE_COST * _drawn(self.workload, "ieee", path) for path in kept)
             self._effects[rules] = tf32, tf32 * ieee
         return self._effects[rules]
 
-    @cached_property
-    def _index_of(self) -> dict[Fp32Rule, int]:
-        return {group.rule: index for index, group in enumerate(groups_by_intensity(self.prepared.subject))}
-
-    def _rung(self, index: int) -> float:
-        if (self.workload, index) in KNOWN_RUNGS:
-            return KNOWN_RUNGS[self.workload, index]
-        drawn = _drawn(self.workload, "rung", index)
-        if index >= RUNGS - NORM_RUNGS:
+    def in_fp32(self, path: str) -> float:
+        """A step with this module in FP32 (TF32 for its products), over the step with none."""
+        if (self.workload, path) in KNOWN_IN_FP32:
+            return KNOWN_IN_FP32[self.workload, path]
+        drawn = _drawn(self.workload, "in FP32", path)
+        if path in NORMS:
             return 1 + _between(NORM_COST, drawn)
-        if _drawn(self.workload, "gains", index) < GAINING_SHARE:
-            return 1 - RUNG_GAIN * drawn
-        return 1 + _between(RUNG_COST, drawn)
+        if _drawn(self.workload, "gains", path) < GAINING_SHARE:
+            return 1 - FP32_GAIN * drawn
+        return 1 + _between(FP32_COST, drawn)
+
+    def sensed(self, memory_format: MemoryFormat, dtypes: Sequence[Half]) -> Sensitivity:
+        """The modules' times in a layout: equal shares of a step, and what FP32 saves or costs; nothing is cast."""
+        step_ms = {dtype: self.true_ms(amp_recipe(dtype, memory_format=memory_format)) for dtype in dtypes}
+        mean_ms = sum(step_ms.values()) / len(step_ms)
+        share, gains = 1 / len(leaves()), {leaf.path: 1 - self.in_fp32(leaf.path) for leaf in leaves()}
+        return Sensitivity(
+            modules=tuple(
+                ModuleSensitivity(
+                    path=path, calls=1, stream="half", input_bytes=0, output_bytes=0,
+                    fp32_ms=mean_ms * (share + max(0.0, -gain)),
+                    half_ms={dtype: mean_ms * share + max(0.0, gain) * ms for dtype, ms in step_ms.items()},
+                )
+                for path, gain in gains.items()
+            ),
+            cast_ms_per_byte=0.0,
+        )  # fmt: skip
 
     def _fused(self, policy: Policy) -> float:
         return 1 + FUSED_EFFECT * (2 * _drawn(self.workload, "fused") - 1) if policy.fused_optimizer else 1.0
@@ -218,6 +234,9 @@ class FlatLandscape(Landscape):
         stock_ms = self._nearest(STOCK, "off")
         return stock_ms * self._batch_of(policy) / self.own_batch_size * factor
 
+    def in_fp32(self, path: str) -> float:  # noqa: ARG002  # no module is faster by it
+        return 1.0
+
     def fits(self, policy: Policy) -> bool:  # noqa: ARG002  # a flat one is flat to its ends
         return True
 
@@ -230,7 +249,7 @@ def landscape_of(workload: str, slower_by: float | None = None) -> Landscape:
 
 @cache
 def leaves() -> tuple[Leaf, ...]:
-    """A model with twelve groups to exclude: two ends, six heavy convolutions, two types of products, two of norms."""
+    """A model with twelve modules to keep in FP32: two ends, six heavy convolutions, two products, two norms."""
     products = [
         ("stem", "Conv2d", 10**4, 10**9, 10**8),
         *((f"stage{i}", "Conv2d", 3 * 10**6, 10**12, (10 + i) * 10**7) for i in range(6)),
@@ -238,7 +257,7 @@ def leaves() -> tuple[Leaf, ...]:
         ("gate", "Linear", 10**5, 10**11, 10**7),
         ("head", "Linear", 10**6, 10**9, 10**7),
     ]
-    norms = [("norm", "BatchNorm2d", 512, 0, 10**8), ("group", "GroupNorm", 512, 0, 10**8)]
+    norms = [(path, kind, 512, 0, 10**8) for path, kind in NORMS.items()]
     return tuple(
         Leaf(path=path, type=kind, parameters=parameters, flops=flops, cast_numel=numel, called=called)
         for called, (path, kind, parameters, flops, numel) in enumerate([*products, *norms])
@@ -297,6 +316,7 @@ class Trouble:
     benchmark_s: float = 6.0
     compile_s: float = 15.0
     launch_s: float = 8.0
+    sense_s: float = 4.0
     # How many graphs can be compiled beside one another, each taking so much longer for every other one.
     graphs_at_once: int = 1
     beside_another: float = 0.1
@@ -428,8 +448,12 @@ class SyntheticEvaluator:
             for place, leaf in enumerate(leaves())
         )  # fmt: skip
 
-    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:  # noqa: ARG002
-        return Failure(kind="unsupported", message="no module was timed by itself")
+    def sense(self, policy: Policy, dtypes: tuple[Half, ...], limit_s: float) -> Sensitivity | Failure:
+        self.asked.append(("sense", (policy,)))
+        self.clock.advance(min(self.trouble.sense_s, limit_s))
+        if self.trouble.sense_s > limit_s:
+            return Failure(kind="timeout", message="the modules were not timed in time")
+        return self.landscape.sensed(policy.memory_format, dtypes)
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile:  # noqa: ARG002
         """A step of which a GPU runs two thirds."""

@@ -54,7 +54,7 @@ HEAD = Leaf(path="head", type="Linear", parameters=2 * 10**6, flops=10**9, cast_
 # So that the workload's own batch takes 5,000 MiB.
 MEMORY_MIB, FIXED_MIB, SAMPLE_MIB = 143_000.0, 1000.0, 31.25
 
-# What excluding each further group of the ladder (head, stem, …) costs, as measured in direction: a little.
+# What each rule that keeps modules in FP32 costs, as measured in direction: a little.
 EXCLUSION_COSTS = 1.03
 
 

@@ -19,7 +19,7 @@ from amptune.search.sampler.records import without_password
 
 __all__ = [
     "SQLITE",
-    "TrialGivenUpError",
+    "attributes_of",
     "database_at",
     "experimental",
     "opened",
@@ -69,6 +69,11 @@ def database_at(url: str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
                 raise
 
 
+def attributes_of(study: optuna.Study) -> dict[str, Any]:
+    """Returns a study's attributes without a deep copy, which takes long in a study of many records."""
+    return study._storage.get_study_user_attrs(study._study_id)
+
+
 class _Patience:
     """Patience with a server that restarts. After a wait in vain or an interrupted one it is over until one answers."""
 
@@ -115,18 +120,12 @@ def _reason(error: BaseException) -> str:
     return first_line(error) if missing is None else f"{first_line(error)} ({missing})"
 
 
-class TrialGivenUpError(StudyError):
-    """Others have ended a trial of this worker: they thought that it was gone."""
-
-
 @contextmanager
 def storage_errors() -> Iterator[None]:
     """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, RuntimeError) and "has already finished" in str(error):  # Optuna's, of a trial
-            raise TrialGivenUpError(f"the trial has been given up: {_reason(error)}") from error
         is_of_storage = type(error).__module__.startswith(("sqlalchemy", "optuna.exc"))
         if is_of_storage or isinstance(error, OSError | json.JSONDecodeError | ImportError):
             raise StudyError(f"the study cannot be read or written: {_reason(error)}") from error

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
-from amptune.policy.settings import CompileMode, Policy
-from amptune.search.sampler.acquisition import Proposer, Seen, features_of, with_features
-from amptune.search.space.knobs import BATCH_SIZE, Dimension, Point, Space, points
+from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES, WHOLE_MODES, Policy
+from amptune.search.sampler.surrogate import Belief, Surrogate
+from amptune.search.space.knobs import Dimension, Point, Space, Value, points
 from amptune.search.table.objective import Objective, Yardstick
 from amptune.search.table.trial import Trial
 
@@ -19,6 +20,9 @@ __all__ = ["Catalog", "History", "ToPolicy"]
 
 # The FP32 math mode of a policy that computes no product in FP32.
 UNUSED = "unused"
+# Features that a surrogate sees in place of torch.compile's modes: is there a compiled graph, do CUDA graphs launch the
+# kernels, were the kernels timed against others.
+COMPILED, CUDA_GRAPHS, AUTOTUNED = "compile", "cuda_graphs", "autotuned"
 
 ToPolicy = Callable[[Point], Policy]
 
@@ -27,7 +31,7 @@ class Catalog:
     """The policies of a space that fit into memory, in a fixed order. Points that give the same policy count once."""
 
     def __init__(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
-        self._to_policy = to_policy
+        self.space, self._to_policy = space, to_policy
         self.points: dict[Policy, Point] = {}
         for point in points(space):
             policy = to_policy(point)
@@ -35,51 +39,22 @@ class Catalog:
                 self.points.setdefault(policy, point)  # deeper points of a short ladder give the same policy
         self.policies = list(self.points)
         self.index = {policy: index for index, policy in enumerate(self.policies)}
-        self._knobs = _with_unused(space.knobs)
-        self._choices = {knob.name: knob.choices for knob in space.knobs}
-        self._traits = {policy: _traits(policy, point) for policy, point in self.points.items()}
-        # of each policy, by its index: its batch size, and the settings that decide its memory besides
-        self.kinds = [(policy.batch_size or 0, memory_of(policy)) for policy in self.policies]
-        self.sizes = sorted({policy.batch_size for policy in self.policies if policy.batch_size is not None})
+        self.sizes = {policy.batch_size for policy in self.policies if policy.batch_size is not None}
 
-    def proposer(self, seed: int) -> Proposer:
-        """Returns a source of proposals, which names these policies by their index."""
-        return Proposer(with_features(self._knobs), list(map(features_of, self._traits.values())), seed=seed)
+    @cached_property
+    def surrogate(self) -> Surrogate:
+        """The surrogate of these policies' speeds, which names them by their index."""
+        return Surrogate(_features(self.space.knobs), [_seen(*one) for one in self.points.items()])
+
+    @cached_property
+    def kinds(self) -> list[tuple[int, Any]]:
+        """Each policy's batch size, and its settings that decide its memory besides."""
+        return [(policy.batch_size or 0, memory_of(policy)) for policy in self.policies]
 
     def policy_of(self, params: Mapping[str, Any]) -> Policy | None:
         """Returns the policy of a point; None if it is not one of the catalog."""
-        if set(params) != set(self._choices):
-            return None
         policy = self._to_policy(Point(params))
         return policy if policy in self.points else None
-
-    def not_in(self, modes: Collection[CompileMode]) -> set[int]:
-        """Returns the policies, by index, that have none of these modes of torch.compile."""
-        return {index for policy, index in self.index.items() if policy.compile not in modes}
-
-    @property
-    def has_modes(self) -> bool:
-        """True if there is a choice of modes of torch.compile."""
-        return len({policy.compile for policy in self.policies}) > 1
-
-    def next_smaller(self, policy: Policy) -> Policy | None:
-        """Returns the policy with the next smaller batch size, if there is one."""
-        point, smaller = self.points.get(policy), [size for size in self.sizes if size < (policy.batch_size or 0)]
-        return self._to_policy(Point({**point, BATCH_SIZE: smaller[-1]})) if point is not None and smaller else None
-
-    def one_step_from(self, policy: Policy) -> Iterator[Policy]:
-        """Yields the policies that differ in one knob; for numbers, by one step."""
-        own = self._traits.get(policy)
-        if own is not None:
-            yield from (other for other, its in self._traits.items() if self._steps_between(its, own) == 1)
-
-    def _steps_between(self, a: Point, b: Point) -> int:
-        """Counts one for another word, and for numbers the choices from one to the other."""
-        return sum(
-            1 if isinstance(a[name], str) else abs(choices.index(a[name]) - choices.index(b[name]))
-            for name, choices in self._choices.items()
-            if a[name] != b[name] and UNUSED not in (a[name], b[name])
-        )
 
 
 @dataclass(frozen=True)
@@ -111,35 +86,70 @@ class History:
         outcome = next((trial.outcome for trial in reversed(self.trials) if trial.policy == self.baseline), None)
         return Yardstick(self.objective, outcome if isinstance(outcome, Measurement) else None)
 
-    def seen(self) -> dict[int, Seen]:
-        """Returns what each policy scored, by its index; one that was too large says nothing of other settings."""
-        yardstick, index = self.yardstick, self.catalog.index
-        return {
-            index[policy]: Seen(score=yardstick.score(trial.outcome), seconds=trial.seconds)
-            for policy, trial in self.latest.items()
-            if policy in index and not self._is_too_large(trial)
-        }
+    @cached_property
+    def scores(self) -> dict[int, float | None]:
+        """The score of each measured policy, by its index: None if it failed.
 
-    def too_large(self) -> set[int]:
-        """Returns the policies with no smaller a batch than one of their kind that ran out of memory."""
+        A policy that was too large is left out: that tells nothing of other settings.
+        """
+        index = self.catalog.index
+        told = ((index[one.policy], one) for one in self.latest.values() if one.policy in index)
+        return {number: self.yardstick.score(one.outcome) for number, one in told if not self._is_too_large(one)}
+
+    @cached_property
+    def belief(self) -> Belief | None:
+        """The belief about every policy, by its index; None if fewer than two scores are known."""
+        return self.belief_with(())
+
+    def belief_with(self, running: Sequence[int]) -> Belief | None:
+        """Returns the belief if these policies, by index, that are being measured turn out as expected."""
+        scores = [score for score in self.scores.values() if score is not None]
+        if len(scores) < 2:
+            return None
+        worst = min(scores)  # also of a policy that failed, so that its neighbours become suspect
+        logs = {index: math.log(worst if score is None else score) for index, score in self.scores.items()}
+        return self.catalog.surrogate.belief(logs, running)
+
+    @cached_property
+    def too_large(self) -> frozenset[int]:
+        """The policies, by index, with no smaller a batch than one of their kind that ran out of memory."""
         least: dict[Any, int] = {}
         for trial in filter(self._is_too_large, self.trials):
             kind, size = memory_of(trial.policy), trial.policy.batch_size or 0
             least[kind] = min(size, least.get(kind, size))
-        if not least:
-            return set()
-        kinds = enumerate(self.catalog.kinds)
-        return {index for index, (size, kind) in kinds if kind in least and size >= least[kind]}
+        kinds = enumerate(self.catalog.kinds) if least else ()
+        return frozenset(index for index, (size, kind) in kinds if kind in least and size >= least[kind])
 
     def _is_too_large(self, trial: Trial) -> bool:
         """Returns True if it ran out of memory and a smaller batch might not: its other settings are not to blame."""
         return len(self.catalog.sizes) > 1 and isinstance(trial.outcome, Failure) and trial.outcome.kind == "oom"
 
 
-def _traits(policy: Policy, point: Point) -> Point:
-    """Returns the settings that decide speed: the point, with an FP32 math mode that acts on nothing marked unused."""
-    return point if policy.uses_fp32_math or "fp32_math" not in point else Point({**point, "fp32_math": UNUSED})
+def _seen(policy: Policy, point: Point) -> Point:
+    """Returns a point as a surrogate sees it, with the settings that decide speed.
+
+    An FP32 math mode that acts on nothing is marked unused, and features replace the modes of torch.compile.
+    """
+    seen: dict[str, Value] = dict(point)
+    if "fp32_math" in point and not policy.uses_fp32_math:
+        seen["fp32_math"] = UNUSED
+    if COMPILED in point:
+        mode = str(point[COMPILED])
+        seen[COMPILED] = "on" if mode in WHOLE_MODES else mode
+        seen[CUDA_GRAPHS] = mode in CUDA_GRAPH_MODES or point.get(CUDA_GRAPHS, False)
+        seen[AUTOTUNED] = mode in AUTOTUNED_MODES
+    return Point(seen)
 
 
-def _with_unused(knobs: Sequence[Dimension]) -> list[Dimension]:
-    return [replace(knob, choices=(*knob.choices, UNUSED)) if knob.name == "fp32_math" else knob for knob in knobs]
+def _features(knobs: Sequence[Dimension]) -> list[Dimension]:
+    """Returns the knobs of points as a surrogate sees them."""
+    found = {
+        one.name: replace(one, choices=(*one.choices, UNUSED)) if one.name == "fp32_math" else one for one in knobs
+    }
+    if COMPILED in found:
+        parts = [mode for mode in ("off", "blocks", "on") if mode != "blocks" or mode in found[COMPILED].choices]
+        graphs = found[CUDA_GRAPHS].choices if CUDA_GRAPHS in found else ()
+        found[COMPILED] = Dimension(name=COMPILED, choices=tuple(parts))
+        found[CUDA_GRAPHS] = Dimension(name=CUDA_GRAPHS, choices=tuple(dict.fromkeys((False, True, *graphs))))
+        found[AUTOTUNED] = Dimension(name=AUTOTUNED, choices=(False, True))
+    return list(found.values())

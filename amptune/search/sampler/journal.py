@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from amptune.errors import ObjectiveError, StudyError
-from amptune.policy.serialization import in_one_line
-from amptune.search.sampler.records import OF_A_TRIAL, READERS
+from amptune.policy.serialization import finite, in_one_line, text
+from amptune.search.sampler.optuna_trials import trial_from
+from amptune.search.sampler.records import READERS
 
 __all__ = ["JOURNAL", "NO_RECORD", "first_broken", "journal_storage"]
 
@@ -25,41 +25,16 @@ JOURNAL = "journal.log"
 NO_RECORD = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ObjectiveError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: type(value) in kinds
-
-
-def _are_figures(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_NUMBER, value)))
-
-
-_WHOLE, _NUMBER, _TEXT, _OBJECT = _is(int), _is(int, float), _is(str), _is(dict)
-# What a record of Optuna's journal has beside its worker, by the number of its operation.
-_FORMS: tuple[dict[str, Callable[[Any], bool]], ...] = (
-    {"study_name": _TEXT, "directions": _are_figures},
-    {"study_id": _WHOLE},  # deletes it
-    {"study_id": _WHOLE, "user_attr": _OBJECT},
-    {"study_id": _WHOLE, "system_attr": _OBJECT},
-    {"study_id": _WHOLE, "datetime_start": _is(str, type(None))},
-    {"trial_id": _WHOLE, "param_name": _TEXT, "param_value_internal": _NUMBER, "distribution": _TEXT},
-    {"trial_id": _WHOLE, "state": _WHOLE, "values": _are_figures},
-    {"trial_id": _WHOLE, "step": _WHOLE, "intermediate_value": _NUMBER},
-    {"trial_id": _WHOLE, "user_attr": _OBJECT},
-    {"trial_id": _WHOLE, "system_attr": _OBJECT},
-)
-_DELETE_STUDY = 1
 _START = b'{"op_code":'
-# JSON that was cut off is wrong at its end, or from where a string begins; `\u202e` and `false` are cut as a whole.
-_CUT = len(r"\u202e")
+# Optuna's numbers of operations, of the one that deletes a study, and of the one that creates a trial.
+_OPERATIONS, _DELETE_STUDY, _CREATE_TRIAL = range(10), 1, 4
 
 
 class Journal(JournalFileBackend):
     """The journal in a folder, for any number of writers on this host. Raises `StudyError` with the line of damage.
 
     The system unlocks it when a writer's process ends; Optuna's own lock is a link that a killed writer leaves behind.
-    Nor does a writer wait for the disk, as Optuna's does some twenty times a trial: a killed one has lost nothing, and
+    Nor does a writer wait for the disk, as Optuna's does at each record: a killed one has lost nothing, and
     a machine that loses power only the last lines.
     """
 
@@ -87,26 +62,26 @@ class Journal(JournalFileBackend):
         begin, line = self._places[log_number_from]
         with self._path.open("rb") as file:
             file.seek(begin)
-            for text in file:
+            for content in file:
                 try:
-                    record = self._next(text) if text.strip() else None
+                    record = self._next(content) if content.strip() else None
                 except NO_RECORD as error:
-                    if _is_cut_off(text, error):
+                    if _is_cut_off(content):
                         return
                     raise self.damaged(line, error) from error
-                self.line, begin, line = line, begin + len(text), line + text.endswith(b"\n")
+                self.line, begin, line = line, begin + len(content), line + content.endswith(b"\n")
                 if record is not None:
                     self._places.append((begin, line))
                     yield record
 
-    def _next(self, text: bytes) -> dict[str, Any]:
+    def _next(self, content: bytes) -> dict[str, Any]:
         """Returns the record in a line; one before has made its study and its trial."""
-        record = _record_in(text)
+        record = _record_in(content)
         for name, count in (("study_id", len(self._studies)), ("trial_id", self._trials)):
             if name in record and not 0 <= record[name] < count:
                 raise ValueError(f"{name}: no record before has made {record[name]}")
-        self._trials += "study_id" in record and "datetime_start" in record
-        self._studies |= {record["study_name"]} if "study_name" in record else set()
+        self._trials += record["op_code"] == _CREATE_TRIAL
+        self._studies |= {text(record["study_name"])} if "study_name" in record else set()
         return record
 
     def damaged(self, line: int, error: Exception) -> StudyError:
@@ -125,40 +100,40 @@ def journal_storage(folder: Path) -> JournalStorage:
 
 
 def first_broken(folder: Path) -> StudyError | None:
-    """Returns the error of the first record with content that amptune does not write; None if there is none."""
-    journal, known = Journal(folder), defaultdict[int, set[str]](set)
-    for record in journal.read_logs(0):
-        try:
+    """Returns the error of the first record with content that amptune does not write; None if there is none.
+
+    Attributes that this version does not know are another version's, and not broken.
+    """
+    journal = Journal(folder)
+    try:
+        journal_storage(folder)
+        for record in journal.read_logs(0):
             for name, value in record.get("user_attr", {}).items():
-                READERS[name.partition(" ")[0]](value)
-                known[record.get("trial_id", -1)].add(name)
-            if record.get("state") == TrialState.COMPLETE and (lost := OF_A_TRIAL - known[record.get("trial_id", -1)]):
-                raise KeyError(f"{', '.join(sorted(lost))} of the trial that ends here")
-        except NO_RECORD as error:
-            return journal.damaged(journal.line, error)
+                READERS.get(name.partition(" ")[0], str)(value)
+            if record["op_code"] == _CREATE_TRIAL and record.get("state") == TrialState.COMPLETE:
+                trial_from(record["user_attrs"])
+                finite(record["value"])
+    except StudyError as error:
+        return error
+    except NO_RECORD as error:
+        return journal.damaged(journal.line, error)
     return None
 
 
-def _record_in(text: bytes) -> dict[str, Any]:
-    """Returns the record in a line. Raises `ValueError` with what is wrong."""
-    record = json.loads(text.decode())
-    operation: Any = record.get("op_code") if _OBJECT(record) else None
-    if not _WHOLE(operation) or not 0 <= operation < len(_FORMS):
+def _record_in(line: bytes) -> dict[str, Any]:
+    """Returns the record in a line. Raises `ValueError` with what is wrong, or another error of `NO_RECORD`."""
+    record = json.loads(line.decode())
+    operation: Any = record.get("op_code") if isinstance(record, dict) else None
+    if type(operation) is not int or operation not in _OPERATIONS:
         raise ValueError("it is no object with a known op_code")
-    for name, is_right in {"worker_id": _TEXT, **_FORMS[operation]}.items():
-        if not is_right(record[name]):
-            raise ValueError(f"{name}: {record[name]!r:.60} cannot stand there")
     if operation == _DELETE_STUDY and record.keys() != {"op_code", "worker_id", "study_id"}:
         raise ValueError("op_code: this record deletes no study")
     return record  # type: ignore[no-any-return]  # it is an object
 
 
-def _is_cut_off(text: bytes, error: Exception) -> bool:
+def _is_cut_off(line: bytes) -> bool:
     """Returns True for half a record at the end, as a killed writer or a full disk leaves it."""
-    if text.endswith(b"\n") or not isinstance(error, json.JSONDecodeError):
-        return False
-    is_at_end = error.pos >= len(text) - _CUT or error.msg.startswith("Unterminated string")
-    return is_at_end and text.startswith(_START[: len(text)])
+    return not line.endswith(b"\n") and line.startswith(_START[: len(line)])
 
 
 def _end_the_last_line(journal: Path) -> None:

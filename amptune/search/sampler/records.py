@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from amptune.measure.results.outcome import outcome_from_dict
+from amptune.measure.results.half_effects import Sensitivity
 from amptune.policy.findings import Finding
-from amptune.policy.serialization import adapter_for, finite, policy_from_dict, policy_to_dict, text
+from amptune.policy.serialization import adapter_for, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
@@ -18,7 +18,18 @@ from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
-__all__ = ["OF_A_TRIAL", "READERS", "StudyRecord", "TuningRecord", "findings_from", "without_password"]
+__all__ = [
+    "READERS",
+    "Claim",
+    "StudyRecord",
+    "TuningRecord",
+    "WorkerRecord",
+    "findings_from",
+    "without_password",
+]
+
+# A policy, or the name of something else that one worker alone is to do.
+Claim = Policy | str
 
 # What a study keeps of a tuning run as it is.
 _AS_THEY_ARE = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
@@ -57,7 +68,6 @@ class TuningRecord:
             "baseline": policy_to_dict(self.baseline),
             "objective": self.objective.name,
             "least_speed": self.objective.least_speed,
-            "steps": self.objective.steps,
             "options": list(self.options),
             "arguments": list(self.arguments),
             "software": dict(self.software),
@@ -69,7 +79,7 @@ class TuningRecord:
         read = {
             **{name: data[name] for name in (*_AS_THEY_ARE, "options", "arguments")},
             "baseline": policy_from_dict(data["baseline"]),
-            "objective": Objective(data["objective"], data["least_speed"], data.get("steps")),
+            "objective": Objective(data["objective"], data["least_speed"]),
             "software": tuple(data["software"].items()),
             "valid_for": tuple(data["valid_for"].items()),
         }
@@ -113,26 +123,55 @@ class StudyRecord:
         return Judgements(self.last.baseline).also(*self.judged)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRecord:
+    """One worker's word of itself: what it claims, and the policies whose graphs it compiles; `beats` count on."""
+
+    beats: int = 0
+    claims: tuple[Claim, ...] = ()
+    compiling: tuple[Claim, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain data for the study; `from_dict` is the inverse."""
+        return {
+            "beats": self.beats,
+            "claims": list(map(_claim_to_plain, self.claims)),
+            "compiling": list(map(_claim_to_plain, self.compiling)),
+        }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> WorkerRecord:
+        claims, compiling = (tuple(map(_claim_from_plain, data[name])) for name in ("claims", "compiling"))
+        return WorkerRecord(beats=int(data["beats"]), claims=claims, compiling=compiling)
+
+
+def _claim_to_plain(claim: Claim) -> Any:
+    return claim if isinstance(claim, str) else policy_to_dict(claim)
+
+
+def _claim_from_plain(plain: Any) -> Claim:
+    return plain if isinstance(plain, str) else policy_from_dict(plain)
+
+
 def findings_from(data: Iterable[Mapping[str, Any]]) -> tuple[Finding, ...]:
     """Reads the findings of a tuning run."""
     return tuple(map(Finding.from_dict, data))
 
 
-OF_A_TRIAL = {"policy", "outcome", "seconds", "run", "moment_s"}
-# What reads an attribute of a study or of a trial, by its name, and raises an error for what amptune does not write.
+def sensitivity_from(data: Any) -> Sensitivity:
+    """Reads the times of modules."""
+    return adapter_for(Sensitivity).validate_python(data)  # type: ignore[no-any-return]
+
+
+# Readers of a study's attributes by the first word of their names; they raise errors for what amptune does not write.
 READERS: dict[str, Callable[[Any], Any]] = {
     "tuning": TuningRecord.from_dict,
     "judged": Judgement.from_dict,
     "row": Row.from_dict,
+    "sensed": sensitivity_from,
     "timeline": tuple,
     "findings": findings_from,
-    "policy": policy_from_dict,
-    "outcome": outcome_from_dict,
-    "seconds": finite,
-    "moment_s": finite,
-    "run": text,
-    "worker": text,
-    "alive": finite,
+    "worker": WorkerRecord.from_dict,
 }
 
 

@@ -1,86 +1,79 @@
-"""The study: the trials so far with their outcomes, and what to try next."""
+"""The study: the trials so far with their outcomes, and the claims of the workers that share it."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amptune.errors import StudyError
+from amptune.measure.results.half_effects import Sensitivity
 from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import CompileMode, Policy
+from amptune.policy.settings import Policy
 from amptune.search.gate.judgement import Judgement
-from amptune.search.sampler.backend import TrialGivenUpError
 from amptune.search.sampler.catalog import Catalog, History, ToPolicy
-from amptune.search.sampler.neighbours import neighbours_of
-from amptune.search.sampler.policy_sampler import PolicySampler, Sampler, with_fixed
+from amptune.search.sampler.policy_sampler import PolicySampler, Sampler
 from amptune.search.sampler.records import TuningRecord
-from amptune.search.sampler.storage import Handle, Store, open_store
-from amptune.search.sampler.suggestion import Suggestion
-from amptune.search.space.knobs import Space
-from amptune.search.table.objective import THROUGHPUT, Objective, Yardstick
+from amptune.search.sampler.storage import Store, open_store
+from amptune.search.space.knobs import Space, Value
+from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["Study", "open_study"]
 
-# A foreign sampler may propose so many policies in turn that were measured or are none.
-MOST_ASKED = 20
-# So many workers can be faster in turn, or have enqueued what was measured since.
-MOST_ATTEMPTS = 200
+# A worker that finds another at the same work looks again after as long, on average.
+AGAIN_S = 0.05
 
 
 class Study:
-    """The trials so far and a sampler of the next one. Every outcome is stored before the next policy is asked for.
+    """The trials so far, of tuning runs of any objective, and of other workers that use the same storage now.
 
-    The trials come from tuning runs of any objective, and from other workers that use the same storage now. A trial is
-    used if it failed or has the figure that this `objective` needs. `sampler` proposes policies; by default amptune's.
-    `history` is the trials so far as a value.
+    A trial is used if it failed or has the figure that this `objective` needs; any other is one of the rows.
     """
 
+    history: History
+    """The trials so far, as a value."""
+    lost: StudyError | None = None
+    """The first error by which the storage lost a record that this run goes on without."""
+    run = ""
+    """The tuning run that uses the study, from `begin` on."""
+
     def __init__(
-        self,
-        store: Store,
-        catalog: Catalog,
-        seed: int,
-        objective: Objective = THROUGHPUT,
-        baseline: Policy | None = None,
-        sampler: Sampler | None = None,
+        self, store: Store, catalog: Catalog, objective: Objective, baseline: Policy | None, sampler: Sampler | None
     ) -> None:
-        self._store, self._catalog, self._seed = store, catalog, seed
-        self._objective, self._baseline = objective, baseline
-        self._proposer = catalog.proposer(seed)
-        self._given = sampler
-        self._first: deque[Policy] = deque()
-        self._left_out: set[int] = set()
-        self.run = ""
-        self.lost: StudyError | None = None
-        """The first error by which the storage lost a record that this run goes on without."""
-        known = store.trials()
-        self._numbers = {trial.number for trial in known}
-        self.trials: list[Trial] = list(filter(self._tells, known))
-        self._rows = [*(trial.row for trial in known if not self._tells(trial)), *store.rows()]
-        self.history = self._history_of(self.trials)
+        self._store, self._given = store, sampler
+        self.trials: list[Trial] = []
+        self._rows: list[Row] = []
+        self._sensed: dict[str, Sensitivity] = {}
+        self.history = History(catalog, (), objective, baseline)
+        self._take(catalog)
+        self._read()
 
-    def __contains__(self, policy: Policy) -> bool:
-        """Returns True if the space holds a policy, measured or not."""
-        return policy in self._catalog.points
+    def _take(self, catalog: Catalog) -> None:
+        self.history = replace(self.history, catalog=catalog)
+        self._sampler = PolicySampler(self._given, catalog.space) if self._given is not None else None
 
-    @property
-    def size(self) -> int:
-        """The number of different policies in the space."""
-        return len(self._catalog.policies)
+    def _read(self) -> None:
+        """Adds the trials and rows of other runs."""
+        objective = self.history.objective
+        for trial in self._store.new_trials():
+            if self.run and trial.run == self.run:
+                continue
+            if isinstance(trial.outcome, Failure) or objective.score(trial.outcome) is not None:
+                self.trials.append(replace(trial, number=len(self.trials)))
+            else:
+                self._rows.append(trial.row)
+        self._rows += self._store.new_rows()
+        self._update()
 
-    @property
-    def measured(self) -> int:
-        """The number of trials of this run; other workers have runs of their own."""
-        return sum(trial.run == self.run for trial in self.trials)
-
-    def trial_of(self, policy: Policy) -> Trial | None:
-        return self.history.latest.get(policy)
+    def _update(self) -> None:
+        if len(self.trials) != len(self.history.trials):
+            self.history = replace(self.history, trials=tuple(self.trials))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -88,56 +81,21 @@ class Study:
         return tuple(self._rows)
 
     @property
-    def yardstick(self) -> Yardstick:
-        """The yardstick that trials are compared by, with the baseline's measurement if it is known."""
-        return self.history.yardstick
-
-    def _history_of(self, trials: Collection[Trial]) -> History:
-        return History(self._catalog, tuple(trials), self._objective, self._baseline)
-
-    def _history_that_tells(self, trials: Collection[Trial]) -> History:
-        return self._history_of(list(filter(self._tells, trials)))
-
-    def _tells(self, trial: Trial) -> bool:
-        """Returns True if a trial can be scored by the objective, or failed."""
-        return isinstance(trial.outcome, Failure) or self._objective.score(trial.outcome) is not None
-
-    def _add(self, trial: Trial) -> None:
-        self.trials.append(trial)
-        self.history = self._history_of(self.trials)
-
-    def leave_out(self, which: Callable[[Policy], bool]) -> None:
-        """Excludes these policies from all suggestions."""
-        self._left_out |= {index for policy, index in self._catalog.index.items() if which(policy)}
-        self._first = deque(policy for policy in self._first if not which(policy))
-
-    def leave_nothing_out(self) -> None:
-        """Ends all exclusions."""
-        self._left_out.clear()
-
-    def next_smaller(self, policy: Policy) -> Policy | None:
-        """Returns the policy with the next smaller batch size of the space, if there is one."""
-        return self._catalog.next_smaller(policy)
-
-    @property
-    def has_left_out(self) -> bool:
-        """True if an exclusion kept any policy from being measured."""
-        return any(self._catalog.policies[index] not in self.history.latest for index in self._excluded)
-
-    @property
-    def _excluded(self) -> set[int]:
-        return self._left_out | self.history.too_large()
+    def table(self) -> list[Row]:
+        """Every timing of all runs: the trials' and the others."""
+        return [*(trial.row for trial in self.trials), *self._rows]
 
     def begin(self, tuning: TuningRecord) -> None:
-        """Records that a tuning run uses the study from now on."""
+        """Records that a tuning run uses the study from now on, and says to other workers that this one lives."""
         self.run = tuning.run
         self._store.note_tuning(tuning)
-        self._store.join()
+        with self._store.access():
+            self._store.claims.begin()
 
     def end(self, timeline: Sequence[Mapping[str, Any]]) -> None:
-        """Records what this run did when, and that it begins no more trials; a failing storage loses that."""
-        self._store.leave()
-        with self._losing():
+        """Records what this run did when, and gives back its claims; a failing storage loses that."""
+        with self._losing(), self._store.access():
+            self._store.claims.end()
             self._store.note_timeline(self.run, timeline)
 
     @contextmanager
@@ -148,143 +106,108 @@ class Study:
         except StudyError as error:
             self.lost = self.lost or error
 
-    def add(self, row: Row) -> None:
-        """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
-        self._rows.append(row)
-        with self._losing():
-            self._store.note_row(row)
+    def claim(self, policy: Policy) -> bool:
+        """Says to other workers that this one measures a policy; returns False if another does, or just has.
 
-    def catch_up(self) -> None:
-        """Adds what other workers have measured meanwhile; a storage that fails adds nothing."""
-        with suppress(StudyError):
-            self._catch_up_trials()
-            known = set(self._rows)
-            self._rows += [row for row in self._store.rows() if row.run != self.run and row not in known]
+        The baseline is measured by every worker: nothing works without it.
+        """
+        if policy == self.history.baseline:
+            return True
+        known = self.history.latest.get(policy)
+        with self._store.access():
+            is_mine = self._store.claims.take(policy)
+        self._read()  # after the claims: another worker stores a trial before it gives back the claim
+        if is_mine and self.history.latest.get(policy) is not known:
+            self.release(policy)
+            return False
+        return is_mine
 
-    def _catch_up_trials(self) -> None:
-        for trial in self._store.trials(besides=self._numbers):
-            self._numbers.add(trial.number)
-            if self._tells(trial):
-                self._add(replace(trial, number=len(self.trials)))
-            else:
-                self._rows.append(trial.row)
+    def release(self, policy: Policy) -> None:
+        """Gives back a claim, so that others may measure the policy."""
+        with self._store.access():
+            self._store.claims.give_back(policy)
+
+    def note_compiling(self, policies: Collection[Policy]) -> None:
+        """Says to other workers whose graphs this one compiles now, for them as if they were claimed.
+
+        If two workers compile one graph, the policy belongs to one of them: it is `elsewhere` for the other.
+        """
+        with self._store.access():
+            self._store.claims.compile(policies)
 
     @property
-    def table(self) -> list[Row]:
-        """Every timing of all runs: the trials' and the others."""
-        return [*(trial.row for trial in self.trials), *self._rows]
+    def elsewhere(self) -> frozenset[Policy]:
+        """The policies that other living workers have claimed, read from the storage."""
+        with self._store.access():
+            claimed = self._store.claims.others()
+        return frozenset(one for one in claimed if not isinstance(one, str) and one != self.history.baseline)
 
-    def keep(self, judgement: Judgement) -> None:
-        """Records the numerics gate's judgement of a policy; a storage that fails loses it for later runs alone."""
-        with self._losing():
-            self._store.note_judged(judgement)
+    def suggested(self, besides: Collection[Policy], fixed: Mapping[str, Value]) -> Policy | None:
+        """Returns what the user's sampler proposes with some knobs `fixed`, and that is neither measured nor `besides`.
 
-    def measure_first(self, policies: Iterable[Policy]) -> None:
-        """Puts these policies first, including those outside the space."""
-        self._first.extend(policies)
-
-    def suggest(
-        self, *, wanted: Policy | None = None, modes: Collection[CompileMode] | None = None
-    ) -> Suggestion | None:
-        """Returns the next unmeasured policy, in one of these modes of torch.compile; None if all such are measured.
-
-        A `wanted` policy is suggested if it is free, and else what was put first. Policies that another worker is
-        measuring are skipped. What a foreign sampler proposes may have been measured, or be no policy of the space:
-        after some of those it is amptune's own sampler that proposes. Raises `StudyError` if the storage never returns
-        what it was asked for.
+        Returns None without such a sampler, and if all that it proposes is taken.
         """
-        for attempt in range(MOST_ATTEMPTS):
-            with suppress(TrialGivenUpError):  # the next is this worker's again
-                self._store.give_up_what_nobody_has()
-                self._catch_up_trials()
-                asked = self._next_wanted(modes) if wanted is None or not self.is_free(wanted) else wanted
-                given = None if attempt >= MOST_ASKED else self._given
-                handle, own = self._ask(asked, modes, given)
-                proposal = own.proposal if asked is None and given is None else None
-                policy = self._catalog.policy_of(handle.params) if handle.params else asked
-                is_open = policy is not None and self._is_open(policy, asked, modes)
-                if policy is not None and is_open and (self._store.claim(handle, policy) or policy == self._baseline):
-                    self._catch_up_trials()  # another worker may have been faster
-                    if policy not in self.history.latest:
-                        if proposal is None:
-                            return Suggestion(policy, handle)
-                        return Suggestion(policy, handle, proposal.gain, proposal.least, proposal.seconds)
-                self._store.forget(handle)
-                if proposal is None and asked is None and given is None and not own.was_enqueued:
-                    return None
-        raise StudyError(f"the study gave none of the policies that it was asked for, {MOST_ATTEMPTS} times")
+        if self._sampler is None:
+            return None
+        return self._sampler.next(self.history, {*besides, *self.elsewhere}, fixed)
 
-    def has_wanted(self, modes: Collection[CompileMode]) -> bool:
-        """Returns True if a policy that was put first, in one of these modes of torch.compile, is not measured yet."""
-        return self._next_wanted(modes) is not None
-
-    def is_free(self, policy: Policy) -> bool:
-        """Returns True if a policy is neither measured, nor being measured, nor known not to fit.
-
-        The baseline is measured though another worker, perhaps a killed one, has begun it: nothing works without it.
-        """
-        fits = self._catalog.index.get(policy) not in self.history.too_large()
-        is_begun = policy != self._baseline and policy in self._store.running()
-        return policy not in self.history.latest and fits and not is_begun
-
-    def _next_wanted(self, modes: Collection[CompileMode] | None) -> Policy | None:
-        """Returns the first free policy of those that were put first, in one of these modes."""
-        self._first = deque(policy for policy in self._first if self.is_free(policy))
-        excluded = self._excluded
-        open_ones = (one for one in self._first if self._catalog.index.get(one) not in excluded)
-        return next((policy for policy in open_ones if modes is None or policy.compile in modes), None)
-
-    def _ask(
-        self, wanted: Policy | None, modes: Collection[CompileMode] | None, given: Sampler | None
-    ) -> tuple[Handle, PolicySampler]:
-        """Begins a trial of the wanted policy, of one that a worker enqueued, or of what a sampler proposes."""
-        point = self._catalog.points.get(wanted) if wanted is not None else None
-        if point is not None:
-            self._store.enqueue(point)
-        others = set() if modes is None else self._catalog.not_in(modes)
-        basis = self._store.distributions, self._catalog, self._history_that_tells, self._proposer
-        own = PolicySampler(*basis, self._excluded | others, is_idle=wanted is not None)
-        fixed = {"compile": next(iter(modes))} if modes and len(modes) == 1 and self._catalog.has_modes else {}
-        proposes = own if wanted is not None or given is None else with_fixed(given, fixed)
-        handle = self._store.ask(proposes)
-        if wanted is None or point is not None or own.was_enqueued:
-            self._store.settle(handle)
-        return handle, own
-
-    def _is_open(self, policy: Policy, wanted: Policy | None, modes: Collection[CompileMode] | None) -> bool:
-        is_excluded = policy != wanted and self._catalog.index.get(policy) in self._excluded
-        in_mode = policy == wanted or modes is None or policy.compile in modes
-        return policy not in self.history.latest and in_mode and not is_excluded
-
-    def neighbours(self, policy: Policy) -> list[Policy]:
-        """Returns the policies one step from a policy that may be better, the most promising first."""
-        return neighbours_of(policy, self.history, self._proposer.belief(self.history.seen()))
-
-    def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
-        """Goes on with the policies of another space, or other policies of its points; trials are kept."""
-        self._catalog = Catalog(space, to_policy, fits)
-        self._proposer = self._catalog.proposer(self._seed)
-        self.history = self._history_of(self.trials)
+    def tell(self, trial: Trial) -> None:
+        """Adds a trial and stores it, unless the worker was killed from outside: the next run tries the policy."""
+        self.trials.append(trial)  # first, so that a storage that fails now does not lose it
+        self._update()
+        if not (isinstance(trial.outcome, Failure) and trial.outcome.kind == "killed"):
+            self._store.add(trial, self.history.catalog.points.get(trial.policy))
+        self.release(trial.policy)
 
     def reconsider(self, policy: Policy) -> None:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
         trial = self.history.latest.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
             self.trials.remove(trial)
-            self.history = self._history_of(self.trials)
+            self._update()
 
-    def tell(self, suggestion: Suggestion, trial: Trial) -> None:
-        """Adds an outcome and stores it, unless the worker was killed from outside: the next run tries the policy."""
-        self._numbers.add(suggestion.handle.number)
-        self._add(trial)  # first, so that a storage that fails now does not lose it
-        if isinstance(trial.outcome, Failure) and trial.outcome.kind == "killed":
-            self._store.forget(suggestion.handle)
-        else:
-            self._store.tell(suggestion.handle, trial)
+    def add(self, row: Row) -> None:
+        """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
+        self._rows.append(row)
+        with self._losing():
+            self._store.note_row(row)
 
-    def forget(self, suggestion: Suggestion) -> None:
-        """Leaves a suggestion unmeasured, so that it can be asked for again."""
-        self._store.forget(suggestion.handle)
+    def keep(self, judgement: Judgement) -> None:
+        """Records the numerics gate's judgement of a policy; a storage that fails loses it for later runs alone."""
+        with self._losing():
+            self._store.note_judged(judgement)
+
+    def catch_up(self) -> None:
+        """Adds what other workers have measured meanwhile; a storage that fails adds nothing."""
+        with suppress(StudyError):
+            self._read()
+
+    @property
+    def sensed(self) -> dict[str, Sensitivity]:
+        """The times of modules that count for all workers of this study, by entry; they stay once they are there."""
+        with suppress(StudyError):
+            self._sensed = {**self._store.sensed(), **self._sensed}
+        return self._sensed
+
+    def keep_sensed(self, entry: str, sensitivity: Sensitivity) -> Sensitivity:
+        """Records the times of modules, and returns those that count: another worker's if it was faster.
+
+        The order of modules gives a study's parameters their meaning, which is one for all workers. A storage that
+        fails loses the times for later runs alone.
+        """
+        claim = f"{entry} is sensed"
+        with self._losing(), self._store.access():
+            while not self._store.claims.take(claim):
+                time.sleep(2 * AGAIN_S * random.random())  # noqa: S311  # no secret
+            if entry not in self.sensed:
+                self._store.note_sensed(entry, sensitivity)
+            self._store.claims.give_back(claim)
+        self._sensed = {entry: sensitivity, **self.sensed}
+        return self._sensed[entry]
+
+    def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
+        """Goes on with the policies of another space, or other policies of its points; trials are kept."""
+        self._take(Catalog(space, to_policy, fits))
 
 
 def open_study(
@@ -293,7 +216,7 @@ def open_study(
     space: Space,
     to_policy: ToPolicy,
     *,
-    seed: int,
+    seed: int = 0,  # noqa: ARG001  # proposals take it
     stored: Space | None = None,
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
@@ -310,4 +233,4 @@ def open_study(
     Raises `StudyError` if the storage cannot be used.
     """
     store = open_store(where, name, stored or space, left_s)
-    return Study(store, Catalog(space, to_policy, fits), seed, objective, baseline, sampler)
+    return Study(store, Catalog(space, to_policy, fits), objective, baseline, sampler)

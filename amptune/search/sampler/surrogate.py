@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from amptune.search.space.knobs import Dimension, Point, Value
 
-__all__ = ["OUTLIER", "Belief", "Floats", "Surrogate"]
+__all__ = ["Belief", "Surrogate"]
 
 Floats = NDArray[np.float64]
 
@@ -40,16 +40,6 @@ class Belief:
 
     mean: Floats
     deviation: Floats
-
-    def improvement(self, over: float) -> Floats:
-        """Returns the expected improvement over a value (Jones et al., "Efficient Global Optimization", 1998)."""
-        from scipy.special import ndtr
-
-        gap = self.mean - over
-        ratio = gap / self.deviation
-        density = np.exp(-(ratio**2) / 2) / math.sqrt(2 * math.pi)
-        expected: Floats = gap * ndtr(ratio) + self.deviation * density
-        return expected
 
 
 class Surrogate:

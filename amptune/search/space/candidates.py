@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.knobs.knob import TRUTH, is_in
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe, settled
 from amptune.search.space.chosen_modules import IN_WORDS
-from amptune.search.space.exclusions import Ladder, ladder_by_intensity
+from amptune.search.space.exclusions import Ladder
 from amptune.search.space.global_batch import GlobalBatch, accumulated
 from amptune.search.space.knobs import (
     BATCH_SIZE,
@@ -25,9 +25,9 @@ from amptune.search.space.knobs import (
     Point,
     Space,
     digest,
-    forbidden_because,
+    reason_against,
     restrict,
-    with_knob,
+    with_choices,
 )
 from amptune.search.space.narrowed_space import narrowed, without_graphs
 from amptune.search.space.space_file import load_space, space_for
@@ -60,7 +60,7 @@ class Wanted:
 class Candidates:
     """The policies that a search may try.
 
-    The `first` are measured before the sampler proposes anything; the best of the `known_good` also enter the finals.
+    The `starts` come before anything that the sampler proposes; the best of the `known_good` also enter the finals.
     `stored` is the space that a study is kept under; values that fail the numerics gate are removed from `space` only.
     If `batch_size` is None, the workload's own is used. `in_words` has the modules that a search calls by words.
     """
@@ -109,7 +109,7 @@ class Candidates:
         point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
         for name in settings.keys() & self.in_words.keys():
             point[name] = next((word for word, its in self.in_words[name].items() if its == getattr(policy, name)), "")
-        if forbidden_because(self.space, point) is not None:
+        if reason_against(point, self.space.forbid) is not None:
             return False
         few_enough = bool(faster) or is_in(0, self.space.choices(EXCLUSIONS) or (0,))
         as_wished = is_in(point[IN_HALF], self.space.choices(IN_HALF) or TRUTH)
@@ -125,47 +125,28 @@ class Candidates:
         return tuple(recipes)
 
     @property
-    def soon(self) -> tuple[Policy, ...]:
-        """The policies measured before any slow one: the known-good policies, and starting points with CUDA graphs.
+    def starts(self) -> tuple[Policy, ...]:
+        """The policies to compile or measure before any other, the likeliest winner first, without the baseline.
 
-        A CUDA graph is recorded in a second, and several times as fast as eager steps if these wait for the host. So
-        what differs most comes first: a second recipe is hardly faster than the first.
+        The space's own list; if batch sizes are searched, its leading eager ones and stock PyTorch in larger batches
+        stand behind these. Then stock PyTorch and the AMP recipes, whatever is pinned, for people compare with these.
         """
-        recipes, tried = self.amp_recipes, map(self.policy_of, self.space.try_first)
-        recorded = [policy for policy in tried if policy.cuda_graphs]
-        different = self.known_good[0], *recipes[:1], *recorded[:1]
-        return tuple(dict.fromkeys([*different, *recipes, *recorded, *self.known_good]))
+        listed = dict.fromkeys(self.policy_of(point) for point in self.space.try_first)
+        leading = [policy for policy in listed if policy.compile == "off"][:2]
+        larger = [
+            _sized(policy, size, self.global_batch) for size in self._larger_sizes() for policy in (*leading, STOCK)
+        ]
+        place = list(listed).index(leading[-1]) + 1 if leading else len(listed)
+        tried = [*list(listed)[:place], *larger, *list(listed)[place:], *self.known_good]
+        return tuple(policy for policy in dict.fromkeys(tried) if policy != self.baseline)
 
-    @property
-    def first(self) -> tuple[Policy, ...]:
-        tried = (self.policy_of(point) for point in self.space.try_first)
-        return tuple(dict.fromkeys([self.baseline, *self.soon, *self._plain, *tried, *self._in_larger_batches]))
+    def _larger_sizes(self) -> list[int]:
+        """Returns two sizes above the workload's own, the first about half of the largest.
 
-    @property
-    def _plain(self) -> Iterator[Policy]:
-        """Stock PyTorch and plain autocast, as far as the space has them; only pinned settings differ."""
-        stock = {knob.name: knob.plain for knob in self.space.knobs if knob.name != BATCH_SIZE}
-        if sizes := self.space.choices(BATCH_SIZE):
-            stock[BATCH_SIZE] = self.batch_size or sizes[0]
-        for dtype in self.space.choices("autocast"):
-            point = Point({**stock, "autocast": dtype})
-            if forbidden_because(self.space, point) is None:
-                yield self.policy_of(point)
-
-    @property
-    def _in_larger_batches(self) -> Iterator[Policy]:
-        """If batch sizes are searched: stock PyTorch and one dtype's recipes at some sizes, up to half of the largest.
-
-        The fastest dtype or layout there may differ from that at the workload's own size, and need no exclusions.
+        The fastest dtype or layout there may differ from that at the workload's own size.
         """
         sizes = [int(size) for size in self.space.choices(BATCH_SIZE)]
-        top = [size for size in sizes if size <= max(sizes) / 2]
-        dtype = self.amp_recipes[0].autocast if self.amp_recipes else "off"
-        for size in top[::-2][:2]:
-            if self.batch_size is not None and size > self.batch_size:
-                for policy in self.known_good:
-                    if policy.autocast in ("off", dtype):
-                        yield _sized(policy, size, self.global_batch)
+        return [size for size in sizes if (self.batch_size or size) < size <= max(sizes) / 2][::-2][:2]
 
 
 def candidates_for(
@@ -173,14 +154,13 @@ def candidates_for(
 ) -> Candidates:
     """Narrows the machine's space to what can matter for this model, then to what the user pinned.
 
-    Without a `ladder`, modules to exclude are ordered by their arithmetic intensity. The space is the same with any: a
-    depth that a ladder has not gives the policy of its last rung. `sizes` are the batch sizes to search besides the
-    workload's own, if the user asked for that.
+    Without a `ladder` no module is kept in FP32 for speed. The space is the same with any: a depth that a ladder has not
+    gives the policy of its last rung. `sizes` are the batch sizes to search besides the workload's own, if the user
+    asked for that.
 
     Raises an `AmptuneError` for a space that does not exist or a pin that means nothing.
     """
     subject = prepared.subject
-    ladder = ladder or ladder_by_intensity(subject)
     space = load_space(wanted.space) if wanted.space else space_for(prepared.hardware)
     # each measurement of a model that the workload shares compiles anew: it trains a copy
     may_compile = not prepared.own_parallel or wanted.compile or "compile" in wanted.pins
@@ -194,7 +174,7 @@ def candidates_for(
     own_size = subject.batch_size
     batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
     if wanted.batch_size == "auto":
-        space = with_knob(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), stock=own_size)
+        space = with_choices(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), otherwise=own_size)
     own = wanted.baseline.batch_size if wanted.baseline.batch_size != own_size else None
     if wanted.global_batch is not None:
         for size in (own_size, own or own_size):
@@ -203,7 +183,7 @@ def candidates_for(
     return Candidates(
         space=space,
         stored=space,
-        ladder=ladder,
+        ladder=ladder or Ladder(),
         batch_size=batch_size,
         global_batch=wanted.global_batch,
         study_name=_study_name(prepared, space, own_size, wanted.memory_mib),

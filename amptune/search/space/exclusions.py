@@ -1,8 +1,6 @@
 """The modules to try keeping in FP32, most promising first: a ladder of rules whose depth is one integer knob.
 
-If the modules were timed, they are ordered by the ms that keeping them in FP32 saves. Otherwise groups of modules are
-read off the model and ordered by arithmetic intensity: half precision pays if a module does much arithmetic per
-element that autocast has to cast for it (a roofline's x axis).
+Modules are ordered by the ms that keeping them in FP32 saves, as they were timed.
 
 A module passes on the dtype of its input or has one of its own. Under autocast a matrix product returns half for any
 input, a ReLU returns its input's dtype, and a module kept in FP32 returns FP32. The dtype that reaches a module, and
@@ -12,69 +10,53 @@ the casts for it, therefore follow from the modules before it. Neighbours both k
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity
-from amptune.measure.results.subject import Leaf, Subject
+from amptune.measure.results.subject import Subject
 from amptune.policy.settings import Fp32Rule, HalfRule, Reason
 from amptune.search.space.module_rules import covered_by, general_rules
 
-__all__ = [
-    "Group",
-    "Ladder",
-    "Price",
-    "groups_by_intensity",
-    "ladder_by_intensity",
-    "ladder_by_time",
-    "savings_in_order",
-]
-
-Rules = tuple[Fp32Rule, ...]
+__all__ = ["Ladder", "Price", "Rung", "ladder_by_time", "savings_in_order"]
 
 # Savings become small after a few rungs, and each rung costs trials.
 MOST_RUNGS = 6
 
-# A module with this share of all parameters is a group by itself: its weights are cast in every step.
-HEAVY_SHARE = 0.1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """The modules that one rule keeps in FP32."""
+class Rung:
+    """One depth of a ladder: the rules that keep modules in FP32, and the ms that all of them save in an eager step."""
 
-    rule: Fp32Rule
-    leaves: tuple[Leaf, ...]
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per element cast, over the whole group."""
-        return sum(leaf.flops for leaf in self.leaves) / max(1, sum(leaf.cast_numel for leaf in self.leaves))
+    rules: tuple[Fp32Rule, ...] = ()
+    saves_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """The FP32 rules of each depth; a depth covers all that the depths before it cover.
+    """The FP32 rules of each depth, in each dtype and memory format in which the modules were timed.
 
-    `timed` holds one ladder for each (dtype, memory format) in which the modules were timed; `rungs` is used if none
-    were. `half` names modules whose output autocast makes FP32 although half came in: casts that may be saved.
+    A depth covers all that the depths before it cover.
     """
 
-    rungs: tuple[Rules, ...] = ()
-    timed: Mapping[tuple[str, str], tuple[Rules, ...]] = field(default_factory=dict)
+    timed: Mapping[tuple[str, str], tuple[Rung, ...]] = field(default_factory=dict)
     half: tuple[HalfRule, ...] = ()
+    """Rules for modules whose output autocast makes FP32 although half came in: casts that may be saved."""
+    half_saves: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """The ms that running these modules in half saves in an eager step."""
 
-    def rules(self, depth: int, autocast: str = "", memory_format: str = "") -> Rules:
+    def rules(self, depth: int, autocast: str, memory_format: str) -> tuple[Fp32Rule, ...]:
         """Returns the rules of this depth, or of the last rung if the ladder is shorter."""
-        rungs = self.timed.get((autocast, memory_format), self.rungs if not self.timed else ())
-        return rungs[min(depth, len(rungs)) - 1] if depth and rungs else ()
+        return self._rung(depth, autocast, memory_format).rules
 
+    def saves_ms(self, depth: int, autocast: str, memory_format: str) -> float:
+        """Returns the ms that the rules of this depth save in an eager step, by the modules' own times."""
+        return self._rung(depth, autocast, memory_format).saves_ms
 
-def ladder_by_intensity(subject: Subject) -> Ladder:
-    """Returns a ladder by arithmetic intensity: each rung has one more group than the rung before it."""
-    rules = [group.rule for group in groups_by_intensity(subject)]
-    return Ladder(rungs=tuple(tuple(rules[: depth + 1]) for depth in range(len(rules))))
+    def _rung(self, depth: int, autocast: str, memory_format: str) -> Rung:
+        rungs = self.timed.get((autocast, memory_format), ())
+        return rungs[min(depth, len(rungs)) - 1] if depth and rungs else Rung()
 
 
 def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladder:
@@ -82,89 +64,42 @@ def ladder_by_time(subject: Subject, sensed: Mapping[str, Sensitivity]) -> Ladde
 
     `sensed` holds the times by memory format.
     """
-    timed: dict[tuple[str, str], tuple[Rules, ...]] = {}
-    for memory_format, sensitivity in sensed.items():
-        for dtype in {dtype for module in sensitivity.modules for dtype in module.half_ms}:
-            timed[dtype, memory_format] = tuple(_rungs_by_time(subject, sensitivity, dtype))
-    return Ladder(timed=timed, half=_kept_wide(subject, sensed))
+    wide = _wide(subject, sensed)
+    prices = {
+        (dtype, memory_format): Price(sensitivity, dtype)
+        for memory_format, sensitivity in sensed.items()
+        for dtype in {dtype: None for module in sensitivity.modules for dtype in module.half_ms}
+    }
+    rules = general_rules(wide, subject.modules, root_types=subject.root_types)
+    return Ladder(
+        timed={where: tuple(_rungs(subject, price)) for where, price in prices.items()},
+        half=tuple(HalfRule(path=rule.path, type=rule.type) for rule in rules),
+        half_saves={where: price.of(()) - price.with_half(wide).of(()) for where, price in prices.items() if wide},
+    )
 
 
-def _kept_wide(subject: Subject, sensed: Mapping[str, Sensitivity]) -> tuple[HalfRule, ...]:
-    """Returns rules for the modules that always output FP32, except the last module: a loss needs FP32 input."""
+def _wide(subject: Subject, sensed: Mapping[str, Sensitivity]) -> list[str]:
+    """Returns the modules that always output FP32, except the last module: a loss needs FP32 input."""
     modules = next(iter(sensed.values())).modules if sensed else ()
     paths = {module.path for module in subject.modules if module.in_half}
-    wide = [module.path for module in modules[:-1] if module.stream == "fp32" and module.path in paths]
-    rules = general_rules(wide, subject.modules, root_types=subject.root_types)
-    return tuple(HalfRule(path=rule.path, type=rule.type) for rule in rules)
+    return [module.path for module in modules[:-1] if module.stream == "fp32" and module.path in paths]
 
 
-def _rungs_by_time(subject: Subject, sensitivity: Sensitivity, dtype: Half) -> Iterator[Rules]:
-    price = Price(sensitivity, dtype)
+def _rungs(subject: Subject, price: Price) -> Iterator[Rung]:
     paths = {module.path for module in subject.modules}
     kept: list[str] = []
-    for modules in savings_in_order(sensitivity, dtype)[:MOST_RUNGS]:
+    for modules in savings_in_order(price)[:MOST_RUNGS]:
         kept += [path for path in modules if path in paths]  # the model itself has no path for a rule
         if kept:
             rules = general_rules(kept, subject.modules, root_types=subject.root_types)
-            yield tuple(_with_saving(rule, price, subject, kept) for rule in rules)
+            told = tuple(_with_saving(rule, price, subject, kept) for rule in rules)
+            yield Rung(rules=told, saves_ms=price.saved(kept))
 
 
 def _with_saving(rule: Fp32Rule, price: Price, subject: Subject, kept: Sequence[str]) -> Fp32Rule:
     """Returns the rule with the ms a step that the modules it covers save by themselves."""
     saves_ms = price.saved(covered_by(rule, kept, subject.modules))
     return replace(rule, reason=Reason(saves_ms=float(f"{saves_ms:.3g}")))
-
-
-def groups_by_intensity(subject: Subject) -> tuple[Group, ...]:
-    """Returns the stem, the classifier, heavy modules and each type, least intense first, normalisations last.
-
-    A group whose modules are all in the groups before it is left out: it would change nothing.
-    """
-    products = sorted((leaf for leaf in subject.leaves if leaf.flops), key=lambda leaf: leaf.called or 0)
-    matrix_groups = sorted(
-        [*_ends(products), *_heavy(products, subject.parameters), *_types(products)], key=lambda group: group.intensity
-    )
-    normalisations = [leaf for leaf in subject.leaves if leaf.parameters and "Norm" in leaf.type]
-    return tuple(_without_repeats([*matrix_groups, *_types(normalisations)]))
-
-
-def _ends(products: Sequence[Leaf]) -> Iterator[Group]:
-    """Yields the first matrix product the model runs, and the last with its neighbours of the same type and parent."""
-    if not products:
-        return
-    yield _single(products[0])
-    last = products[-1]
-    parent = last.path.rpartition(".")[0]
-    family = [leaf for leaf in products if leaf.path.rpartition(".")[0] == parent]
-    if parent and all(leaf.type == last.type for leaf in family):
-        yield Group(rule=Fp32Rule(path=parent), leaves=tuple(family))
-    else:
-        yield _single(last)
-
-
-def _heavy(products: Iterable[Leaf], parameters: int) -> Iterator[Group]:
-    for leaf in products:
-        if leaf.parameters >= HEAVY_SHARE * parameters:
-            yield _single(leaf)
-
-
-def _types(leaves: Sequence[Leaf]) -> Iterator[Group]:
-    for kind in dict.fromkeys(leaf.type for leaf in leaves):
-        yield Group(rule=Fp32Rule(type=kind), leaves=tuple(leaf for leaf in leaves if leaf.type == kind))
-
-
-def _single(leaf: Leaf) -> Group:
-    rule = Fp32Rule(path=leaf.path) if leaf.path else Fp32Rule(type=leaf.type)
-    return Group(rule=rule, leaves=(leaf,))
-
-
-def _without_repeats(groups: Iterable[Group]) -> Iterator[Group]:
-    covered: set[str] = set()
-    for group in groups:
-        paths = {leaf.path for leaf in group.leaves}
-        if not paths <= covered:
-            covered |= paths
-            yield group
 
 
 # A step that is expected to save less than this share of the time in all modules is not worth a policy.
@@ -204,10 +139,11 @@ class Price:
         """Returns the ms that keeping these modules in FP32 saves over keeping none."""
         return self.of(()) - self.of(kept)
 
-    def own_gain_ms(self, modules: Collection[str]) -> float:
-        """Returns the ms that FP32 saves inside these modules, without the casts around them."""
-        own = [module for module in self.sensitivity.modules if module.path in modules]
-        return sum((module.half_ms[self.dtype] or 0.0) - (module.fp32_ms or 0.0) for module in own)
+    def with_half(self, paths: Collection[str]) -> Price:
+        """Returns the price with these modules in half, whatever autocast would run them in."""
+        own = self.sensitivity.modules
+        modules = tuple(replace(one, stream="half") if one.path in paths else one for one in own)
+        return replace(self, sensitivity=replace(self.sensitivity, modules=modules))
 
     def _ms(self, module: ModuleSensitivity, kept: bool, comes_wide: bool, *, first: bool) -> float:
         fp32_ms, half_ms = module.fp32_ms or 0.0, module.half_ms[self.dtype] or 0.0
@@ -220,15 +156,14 @@ class Price:
         return fp32_ms if comes_wide else half_ms
 
 
-def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> list[tuple[str, ...]]:
+def savings_in_order(price: Price) -> list[tuple[str, ...]]:
     """Chooses greedily which modules to keep in FP32 besides earlier ones, the largest saving first, while that pays.
 
     Modules of one type and shape take the same time and are kept or not together. Two neighbouring kinds may pay only
     together.
     """
-    price = Price(sensitivity, dtype)
     least_ms = LEAST_SAVED * price.of(())
-    choices = list(_choices(sensitivity.modules))
+    choices = list(_choices(price.sensitivity.modules))
     kept: frozenset[str] = frozenset()
     now_ms = price.of(kept)
     found: list[tuple[str, ...]] = []
@@ -239,7 +174,7 @@ def savings_in_order(sensitivity: Sensitivity, dtype: Half) -> list[tuple[str, .
             break
         best = min(
             (choice for choice in choices if now_ms - cost[choice] >= NEARLY * most_ms),
-            key=lambda choice: (len(choice), -price.own_gain_ms(choice)),
+            key=lambda choice: (len(choice), cost[choice]),
         )
         found.append(tuple(sorted(best - kept)))
         kept, now_ms = kept | best, cost[best]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +30,11 @@ __all__ = [
     "Space",
     "Value",
     "digest",
-    "forbidden_because",
     "pin",
     "points",
+    "reason_against",
     "restrict",
-    "with_knob",
+    "with_choices",
     "without_knob",
 ]
 
@@ -107,7 +107,10 @@ class Forbidden:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The settings worth trying on one architecture. Points in `try_first` are complete and allowed."""
+    """The settings worth trying on one architecture.
+
+    Points in `try_first` are complete and allowed, the likeliest winner first.
+    """
 
     architecture: str
     compute_capability: tuple[str, ...]
@@ -129,20 +132,33 @@ def points(space: Space) -> Iterator[Point]:
     """Yields every allowed point, in a stable order."""
     for values in itertools.product(*(knob.choices for knob in space.knobs)):
         point = Point({knob.name: value for knob, value in zip(space.knobs, values, strict=True)})
-        if forbidden_because(space, point) is None:
+        if reason_against(point, space.forbid) is None:
             yield point
 
 
-def forbidden_because(space: Space, point: Mapping[str, Value]) -> str | None:
-    """Returns why a point must not be tried; None if it is allowed."""
-    return next((rule.because for rule in space.forbid if rule.forbids(point)), None)
+def reason_against(point: Mapping[str, Value], rules: Iterable[Forbidden]) -> str | None:
+    """Returns why a point must not be tried; None if these rules allow it."""
+    return next((rule.because for rule in rules if rule.forbids(point)), None)
+
+
+def with_choices(space: Space, name: str, choices: tuple[Value, ...], otherwise: Value | None = None) -> Space:
+    """Returns the space with these values of a knob, which it may have lacked.
+
+    Starting points with another value, or none, take the one given for this and are merged with their equals; without
+    one they are dropped.
+    """
+    known = {knob.name: knob for knob in space.knobs} | {name: Dimension(name=name, choices=choices)}
+    moved = (
+        one if otherwise is None or is_in(one.get(name), choices) else Point({**one, name: otherwise})
+        for one in space.try_first
+    )
+    kept = (one for one in moved if is_in(one.get(name), choices) and reason_against(one, space.forbid) is None)
+    return replace(space, knobs=tuple(known.values()), try_first=tuple(dict.fromkeys(kept)))
 
 
 def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
-    """Returns the space with one knob cut to these values; starting points that need another are dropped."""
-    knobs = tuple(replace(knob, choices=choices) if knob.name == name else knob for knob in space.knobs)
-    kept = tuple(point for point in space.try_first if name not in point or is_in(point[name], choices))
-    return replace(space, knobs=knobs, try_first=kept)
+    """Returns the space with one knob, if it has it, cut to these values, and the starting points with one of them."""
+    return with_choices(space, name, choices) if space.choices(name) else space
 
 
 def pin(space: Space, name: str, text: str) -> Space:
@@ -153,24 +169,15 @@ def pin(space: Space, name: str, text: str) -> Space:
     """
     names = [knob.name for knob in space.knobs]
     if name not in names and name in SEARCHED and SEARCHED[name].is_optional:
-        return pin(with_knob(space, name, (SEARCHED[name].stock,), stock=SEARCHED[name].stock), name, text)
+        return pin(with_choices(space, name, (SEARCHED[name].stock,), SEARCHED[name].stock), name, text)
     if name in FORMER:
         raise SpaceError(f"{taken_out(name)}; leave --set {name}={text} out")
     if name not in names:
         hint = "use --batch-size; " if name == BATCH_SIZE else suggestion(name, (*names, BATCH_SIZE))
         raise SpaceError(f"{name!r} is no knob of this search; {hint}the knobs are {', '.join(names)}")
     value = _value_of(name, text)
-    knobs = tuple(replace(knob, choices=(value,)) if knob.name == name else knob for knob in space.knobs)
     forbid = tuple(rule for rule in space.forbid if not is_in(value, dict(rule.when).get(name, ())))
-    pinned = replace(space, knobs=knobs, forbid=forbid)
-    moved = dict.fromkeys(Point({**point, name: value}) for point in space.try_first)
-    return replace(pinned, try_first=tuple(p for p in moved if forbidden_because(pinned, p) is None))
-
-
-def with_knob(space: Space, name: str, choices: tuple[Value, ...], *, stock: Value) -> Space:
-    """Returns the space with one more knob; starting points have it at `stock`."""
-    first = tuple(Point({**point, name: stock}) for point in space.try_first)
-    return replace(space, knobs=(*space.knobs, Dimension(name=name, choices=choices)), try_first=first)
+    return with_choices(replace(space, forbid=forbid), name, (value,), value)
 
 
 def without_knob(space: Space, name: str) -> Space:

@@ -16,12 +16,11 @@ from amptune.search.space.knobs import (
     MASTERS,
     SEARCHED,
     WEIGHTS,
-    Point,
+    Dimension,
     Space,
-    forbidden_because,
     pin,
     restrict,
-    with_knob,
+    with_choices,
     without_knob,
 )
 
@@ -39,24 +38,29 @@ def narrowed(
         space = replace(space, forbid=tuple(rule for rule in space.forbid if not rule.for_speed))
     else:
         space = without_knob(space, CHECKPOINTS)
-    if pins.get(CHECKPOINTS, "none").lower() != "none" and not subject.blocks:
-        raise SpaceError(
-            f"--set checkpoint={pins[CHECKPOINTS]} is for repeated blocks, and the model has none; a policy file can "
-            "name any modules"
+    if not subject.blocks:
+        said = "is for repeated blocks, and the model has none; a policy file can name any modules"
+        _require_plain(CHECKPOINTS, pins, said)
+    if not subject.wide_linears:
+        said = (
+            "is for Linears of 4096 × 2048 and more besides the head, on a GPU of compute capability 8.9 or more with "
+            "torchao, and there are none; a policy file can name any Linears"
         )
-    if pins.get(FLOAT8, "none").lower() != "none" and not subject.wide_linears:
-        raise SpaceError(
-            f"--set float8_modules={pins[FLOAT8]} is for Linears of 4096 × 2048 and more besides the head, on a GPU of "
-            "compute capability 8.9 or more with torchao, and there are none; a policy file can name any Linears"
-        )
-    space = _recomputing_soon(_for_model(space, subject))
+        _require_plain(FLOAT8, pins, said)
+    space = _for_model(space, subject)
     recipes = _amp_recipes(space)
     if recipes and subject.leaves:
-        space = with_knob(space, IN_HALF, (False, True), stock=False)
+        space = with_choices(space, IN_HALF, (False, True), otherwise=False)
     space = _compiling(space, pins, compiling)
     for name, value in pins.items():
         space = pin(space, name, value)
     return _with_half_weights(space, pins), recipes
+
+
+def _require_plain(name: str, pins: Mapping[str, str], said: str) -> None:
+    """Raises `SpaceError` if a knob is pinned to anything but stock PyTorch's value."""
+    if pins.get(name, "none").lower() not in ("none", "false", "off"):
+        raise SpaceError(f"--set {name}={pins[name]} {said}")
 
 
 def _compiling(space: Space, pins: Mapping[str, str], wanted: bool | None) -> Space:
@@ -86,32 +90,25 @@ def _with_half_weights(space: Space, pins: Mapping[str, str]) -> Space:
         )
     for name in (MASTERS, BATCHNORM):
         if not space.choices(name):
-            space = with_knob(space, name, (True,), stock=True)
+            space = with_choices(space, name, (True,), otherwise=True)
     return restrict(space, "autocast", ("off",))
 
 
 def _for_model(space: Space, subject: Subject) -> Space:
     """Drops values that cannot matter: layouts and cuDNN plans without convolutions, exclusions without modules.
 
-    If the optimizer cannot be fused, the starting points are tried without fusing it.
+    Starting points have the only value left besides stock PyTorch's in place of one that is dropped (channels_last_3d
+    for channels_last, in a network for videos), else the plain one.
     """
-    if not subject.fusable and space.choices("fused_optimizer"):
-        unfused = dict.fromkeys(Point({**point, "fused_optimizer": False}) for point in space.try_first)
-        space = replace(space, try_first=tuple(unfused))
     for knob in space.knobs:
-        choices = tuple(value for value in knob.choices if SEARCHED[knob.name].matters(value, subject))
-        stock = SEARCHED[knob.name].stock
-        space = restrict(space, knob.name, choices or (stock,))
-        if SEARCHED[knob.name].is_optional and space.choices(knob.name) == (stock,):
+        of = SEARCHED[knob.name]
+        choices = tuple(value for value in knob.choices if of.matters(value, subject)) or (of.stock,)
+        others = [value for value in choices if value != of.stock]
+        plain = Dimension(name=knob.name, choices=choices).plain
+        space = with_choices(space, knob.name, choices, otherwise=others[0] if len(others) == 1 else plain)
+        if of.is_optional and choices == (of.stock,):
             space = without_knob(space, knob.name)
     return space
-
-
-def _recomputing_soon(space: Space) -> Space:
-    """Adds the first starting point with all repeated blocks computed again, in front: it takes the least memory."""
-    soon = (Point({**point, CHECKPOINTS: "all"}) for point in space.try_first[:1])
-    allowed = (one for one in soon if "all" in space.choices(CHECKPOINTS) and forbidden_because(space, one) is None)
-    return replace(space, try_first=tuple(dict.fromkeys([*allowed, *space.try_first])))
 
 
 def _amp_recipes(space: Space) -> tuple[Policy, ...]:
@@ -125,9 +122,5 @@ def without_graphs(space: Space, pins: Mapping[str, str]) -> Space:
 
     Raises `SpaceError` if they are pinned.
     """
-    asked = pins.get("cuda_graphs", "false").lower()
-    if asked not in ("false", "off"):
-        raise SpaceError(
-            f"--set cuda_graphs={asked} cannot be measured over several devices; leave it out, or leave out --devices"
-        )
-    return restrict(space, "cuda_graphs", (False,))
+    _require_plain("cuda_graphs", pins, "cannot be measured over several devices; leave it out, or leave out --devices")
+    return with_choices(space, "cuda_graphs", (False,), otherwise=False) if space.choices("cuda_graphs") else space

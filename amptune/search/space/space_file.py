@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from amptune.errors import FileFormatError, Problem, SpaceError, suggestion
-from amptune.hardware.machine import Gpu, Hardware
+from amptune.hardware.machine import Cpu, Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.knob import LARGEST, is_in
 from amptune.policy.serialization import adapter_for
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
-from amptune.search.space.knobs import (
-    SEARCHED,
-    Dimension,
-    Forbidden,
-    Point,
-    Space,
-    Value,
-    forbidden_because,
-    points,
-)
+from amptune.search.space.knobs import SEARCHED, Dimension, Forbidden, Point, Space, Value, reason_against
 
 __all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
 
@@ -73,11 +64,16 @@ def space_names() -> tuple[str, ...]:
 
 def load_space(name_or_path: str | Path) -> Space:
     """Returns a space by name or file. Raises `SpaceError` if there is none, `FileFormatError` if it is malformed."""
-    own = spaces_folder() / f"{name_or_path}.yaml"
-    path = own if str(name_or_path) in space_names() else Path(name_or_path)
-    if os.path.isfile(path):  # unlike Path.is_file, False for a name that no file can have
-        return parse_space(read(path))
-    raise SpaceError(_no_space(str(name_or_path)))
+    path = _file_of(str(name_or_path), Path())
+    if path is None:
+        raise SpaceError(_no_space(str(name_or_path)))
+    return parse_space(read(path))
+
+
+def _file_of(name: str, folder: Path) -> Path | None:
+    """Returns the file of one of amptune's spaces, or a file by its path from a folder; None if there is none."""
+    path = spaces_folder() / f"{name}.yaml" if name in space_names() else folder / name
+    return path if os.path.isfile(path) else None  # unlike Path.is_file, False for a name that no file can have
 
 
 def _no_space(name: str) -> str:
@@ -86,49 +82,12 @@ def _no_space(name: str) -> str:
 
 
 def space_for(hardware: Hardware) -> Space:
-    """Returns the space of this machine's GPU, or of the CPU; an unknown newer GPU gets the one for its features."""
-    return load_space("cpu" if hardware.gpu is None else _name_for(hardware.gpu))
+    """Returns the space of this machine's GPU, or of its CPU; an unknown newer GPU gets the one for its features."""
+    return load_space(_name_for_cpu(hardware.cpu) if hardware.gpu is None else _name_for(hardware.gpu))
 
 
-def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space:
-    """Returns the space in a document, which other files extend. Raises `FileFormatError` with every problem."""
-    data = document.data
-    if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
-        said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
-        raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
-    body = validate(document, _SpaceDocument)
-    chain = (*extended_by, Path(document.source).resolve())
-    base = _base_of(document, body.extends, chain) if body.extends is not None else None
-    problems = [*_knob_problems(document, body), *_shape_problems(document, body)]
-    if not problems:
-        space = _space_of(body, base)
-        points, rules = math.prod(len(knob.choices) for knob in space.knobs), len(space.forbid)
-        if points * (rules + 1) > LARGEST_SPACE:
-            most = LARGEST_SPACE // (rules + 1)
-            message = f"{points:,} points: beside {rules} rules, a space has at most {most:,}"
-            raise FileFormatError([document.problem((), message)])
-        problems = list(_point_problems(document, body, space))
-    if problems:
-        raise FileFormatError(problems)
-    return space
-
-
-def _base_of(document: Document, extends: str, seen: tuple[Path, ...]) -> Space:
-    """Returns the space that a document extends: amptune's own by name, or a file by its path from the document's."""
-    own = spaces_folder() / f"{extends}.yaml"
-    path = own if extends in space_names() else Path(document.source).parent / extends
-    if not os.path.isfile(path):
-        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
-    if path.resolve() in seen:
-        way = " → ".join(one.name for one in (*seen, path))
-        raise FileFormatError([document.problem(("extends",), f"extends: {way} goes in a circle")])
-    return parse_space(read(path), seen)
-
-
-def space_schema() -> dict[str, Any]:
-    """Returns the JSON Schema of a space file."""
-    schema: dict[str, Any] = adapter_for(_SpaceDocument).json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "amptune search space"}
+def _name_for_cpu(cpu: Cpu) -> str:
+    return "cpu-bf16" if cpu.avx512_bf16 or cpu.amx_bf16 else "cpu"
 
 
 def _name_for(gpu: Gpu) -> str:
@@ -143,29 +102,62 @@ def _name_for(gpu: Gpu) -> str:
     return next(exact, None) or next(by_name, able)
 
 
-def _space_of(body: _SpaceDocument, base: Space | None) -> Space:
-    """Returns the space; its knobs and starting points replace the base's, and a rule that with the same `when`."""
-    base = base or Space(architecture="", compute_capability=(), knobs=())
+def space_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a space file."""
+    schema: dict[str, Any] = adapter_for(_SpaceDocument).json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "amptune search space"}
+
+
+def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space:
+    """Returns the space in a document, which other files extend. Raises `FileFormatError` with every problem.
+
+    Its knobs and starting points replace those of the space that it extends, and a rule the one with the same `when`.
+    """
+    data = document.data
+    if isinstance(data, dict) and data.get("schema") != SPACE_SCHEMA:
+        said = "this key is missing" if "schema" not in data else f"{data['schema']!r} is not known"
+        raise FileFormatError([document.problem(("schema",), f"schema: {said}; amptune reads {SPACE_SCHEMA}")])
+    body = validate(document, _SpaceDocument)
+    base = _base_of(document, body.extends, (*extended_by, Path(document.source).resolve()))
     choices = {knob.name: knob.choices for knob in base.knobs}
-    choices |= {name: tuple(values) for name, values in (body.knobs or {}).items()}
-    own = (
-        Forbidden(
-            when=tuple((k, _as_tuple(v)) for k, v in rule.when.items()), because=rule.because, for_speed=rule.for_speed
-        )
-        for rule in body.forbid or ()
-    )
-    rules = {rule.when: rule for rule in (*base.forbid, *own)}
-    space = Space(
+    choices |= {name: tuple(dict.fromkeys(_legal(name, values))) for name, values in (body.knobs or {}).items()}
+    knobs = tuple(Dimension(name=name, choices=values) for name, values in choices.items() if values)
+    own = tuple(map(_rule_of, body.forbid or ()))
+    problems = list(_problems(document, body, knobs, (*own, *base.forbid)))
+    if problems:
+        raise FileFormatError(problems)
+    rules = tuple({rule.when: rule for rule in (*base.forbid, *own)}.values())
+    count, most = math.prod(len(knob.choices) for knob in knobs), LARGEST_SPACE // (len(rules) + 1)
+    if count > most:
+        message = f"{count:,} points: beside {len(rules)} rules, a space has at most {most:,}"
+        raise FileFormatError([document.problem((), message)])
+    first = [_completed(point, knobs) for point in (base.try_first if body.try_first is None else body.try_first)]
+    allowed = (point for point in first if all(is_in(point[name], choices[name]) for name in point))
+    return Space(
         architecture=body.architecture,
         compute_capability=tuple(body.compute_capability),
-        knobs=tuple(Dimension(name=name, choices=values) for name, values in choices.items()),
-        forbid=tuple(rules.values()),
+        knobs=knobs,
+        forbid=rules,
+        try_first=tuple(point for point in allowed if reason_against(point, rules) is None),
     )
-    if body.try_first is not None:
-        return replace(space, try_first=tuple(_completed(point, space.knobs) for point in body.try_first))
-    inherited = [_completed(point, space.knobs) for point in base.try_first]
-    allowed = (point for point in inherited if all(is_in(point[name], choices[name]) for name in point))
-    return replace(space, try_first=tuple(point for point in allowed if forbidden_because(space, point) is None))
+
+
+def _base_of(document: Document, extends: str | None, seen: tuple[Path, ...]) -> Space:
+    """Returns the space that a document extends: amptune's own by name, or a file by its path from the document's."""
+    if extends is None:
+        return Space(architecture="", compute_capability=(), knobs=())
+    path = _file_of(extends, Path(document.source).parent)
+    if path is None:
+        raise FileFormatError([document.problem(("extends",), f"extends: {_no_space(extends)}")])
+    if path.resolve() in seen:
+        way = " → ".join(one.name for one in (*seen, path))
+        raise FileFormatError([document.problem(("extends",), f"extends: {way} goes in a circle")])
+    return parse_space(read(path), seen)
+
+
+def _rule_of(body: _ForbidBody) -> Forbidden:
+    when = tuple((name, tuple(_listed(values))) for name, values in body.when.items())
+    return Forbidden(when=when, because=body.because, for_speed=body.for_speed)
 
 
 def _completed(point: Mapping[str, Value], knobs: Iterable[Dimension]) -> Point:
@@ -173,96 +165,64 @@ def _completed(point: Mapping[str, Value], knobs: Iterable[Dimension]) -> Point:
     return Point({**{knob.name: knob.plain for knob in knobs}, **point})
 
 
-def _knob_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
+def _listed(values: Any) -> list[Any]:
+    """Returns a rule's values; an empty list counts as one value, which no knob has."""
+    return values if isinstance(values, list) and values else [values]
+
+
+def _legal(name: str, values: Iterable[Any], choices: tuple[Value, ...] = ()) -> list[Any]:
+    """Returns the values that a knob may have: those among the choices, or that a policy may have if there are none."""
+    if name not in SEARCHED:
+        return []
+    if known := choices or SEARCHED[name].values:
+        return [value for value in values if is_in(value, known)]
+    least = 0 if SEARCHED[name].stock == 0 else 1
+    return [value for value in values if type(value) is int and least <= value <= LARGEST]
+
+
+def _problems(
+    document: Document, body: _SpaceDocument, knobs: Sequence[Dimension], rules: Sequence[Forbidden]
+) -> Iterator[Problem]:
     if body.knobs is None and body.extends is None:
         yield document.problem((), "knobs: this key is missing")
-    for name, choices in (body.knobs or {}).items():
-        if name not in SEARCHED:
-            message = f"unknown knob {name!r}; {suggestion(name, SEARCHED)}the knobs are {', '.join(SEARCHED)}"
-            yield document.problem(("knobs", name), _told_if_former(name, message), key=True)
-            continue
-        if not choices:
+    for name, values in (body.knobs or {}).items():
+        yield from _wrong_values(document, ("knobs", name), values, dict.fromkeys(SEARCHED, ()))
+        if not values:
             yield document.problem(("knobs", name), f"{name}: a knob needs at least one value")
-        seen: set[tuple[type, Any]] = set()
-        for index, value in enumerate(choices):
-            if not _is_legal(name, value):
-                yield document.problem(("knobs", name, index), f"{name}: {value!r} is not {_legal_in_words(name)}")
-            elif (type(value), value) in seen:
-                yield document.problem(("knobs", name, index), f"{name}: {value!r} stands here twice")
-            else:
-                seen.add((type(value), value))
-
-
-def _shape_problems(document: Document, body: _SpaceDocument) -> Iterator[Problem]:
-    """Yields a problem for each list and mapping where a value is wanted; only `when` takes a list of values."""
-    points = [(("try_first", index), point) for index, point in enumerate(body.try_first or ())]
-    rules = [(("forbid", index, "when"), rule.when) for index, rule in enumerate(body.forbid or ())]
-    for path, values in (*points, *rules):
-        for name, value in values.items():
-            several = _as_tuple(value) if path[-1] == "when" else (value,)
-            if not several or any(isinstance(one, list | dict) for one in several):
-                wanted = "a value, or a list of values" if path[-1] == "when" else "a value"
-                yield document.problem((*path, name), f"{name}: {value!r} is not {wanted}")
-
-
-def _point_problems(document: Document, body: _SpaceDocument, space: Space) -> Iterator[Problem]:
-    choices = {knob.name: knob.choices for knob in space.knobs}
+    choices = {knob.name: knob.choices for knob in knobs}
     for index, point in enumerate(body.try_first or ()):
-        wrong = list(_values_outside(document, ("try_first", index), point, choices))
+        path = ("try_first", index)
+        wrong = [one for name in point for one in _wrong_values(document, (*path, name), [point[name]], choices)]
         yield from wrong
-        reason = None if wrong else forbidden_because(space, _completed(point, space.knobs))
+        reason = None if wrong else reason_against(_completed(point, knobs), rules)
         if reason is not None:
-            yield document.problem(("try_first", index), f"this starting point is forbidden: {reason}")
+            yield document.problem(path, f"this starting point is forbidden: {reason}")
     for index, rule in enumerate(body.forbid or ()):
         if not rule.when:
             yield document.problem(("forbid", index), "when: names no knob, and so would forbid everything")
         if not rule.because.strip():
             yield document.problem(("forbid", index, "because"), "because: say why, with a source")
-        yield from _values_outside(document, ("forbid", index, "when"), rule.when, choices)
-    if space.forbid and next(points(space), None) is None:
-        yield document.problem(("forbid",), "forbid: these rules leave nothing to try", key=True)
+        for name, values in rule.when.items():
+            yield from _wrong_values(document, ("forbid", index, "when", name), _listed(values), choices)
 
 
-def _values_outside(
-    document: Document,
-    path: tuple[str | int, ...],
-    point: Mapping[str, Any],
-    choices: Mapping[str, tuple[Value, ...]],
+def _wrong_values(
+    document: Document, path: tuple[str | int, ...], values: Sequence[Any], choices: Mapping[str, tuple[Value, ...]]
 ) -> Iterator[Problem]:
-    for name, values in point.items():
-        if name not in choices:
-            message = f"{name!r} is no knob of this space; {suggestion(name, choices)}".removesuffix("; ").rstrip()
-            yield document.problem((*path, name), _told_if_former(name, message), key=True)
-            continue
-        for value in _as_tuple(values):
-            if not is_in(value, choices[name]):
-                offered = ", ".join(map(_word, choices[name]))
-                yield document.problem(
-                    (*path, name), f"{name}: {_word(value)} is not among this knob's values {offered}"
-                )
-
-
-def _told_if_former(name: str, message: str) -> str:
-    return f"{taken_out(name)}: remove it" if name in FORMER else message
-
-
-def _is_legal(name: str, value: Any) -> bool:
-    legal = SEARCHED[name].values
-    if not legal:
-        least = 0 if SEARCHED[name].stock == 0 else 1
-        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
-    return is_in(value, legal)
-
-
-def _legal_in_words(name: str) -> str:
-    legal = SEARCHED[name].values
-    return "one of " + ", ".join(map(_word, legal)) if legal else "a whole number"
+    """Yields a problem for an unknown knob, or for each value of a known one that is none of its choices."""
+    name = str(path[-1])
+    if name not in choices:
+        unknown = f"unknown knob {name!r}; {suggestion(name, choices)}the knobs are {', '.join(choices)}"
+        told = f"{taken_out(name)}: remove it" if name in FORMER else unknown
+        yield document.problem(path, told, key=True)
+        return
+    known = choices[name] or SEARCHED[name].values
+    allowed = "one of " + ", ".join(map(_word, known)) if known else "a whole number"
+    for index, value in enumerate(values):
+        if not _legal(name, [value], choices[name]):
+            yield document.problem((*path, index), f"{name}: {_word(value)!r} is not {allowed}")
 
 
 def _word(value: Any) -> str:
     """Returns a value as the file spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _as_tuple(values: Any) -> tuple[Any, ...]:
-    return tuple(values) if isinstance(values, list) else (values,)

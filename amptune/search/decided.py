@@ -1,0 +1,97 @@
+"""The decision of a run, from all that is known: the verdict's, and what is worth knowing beside it. Pure."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from amptune.policy.findings import Finding
+from amptune.search.decide.caveats import devices_findings
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.decide.decision import Decision, decide
+from amptune.search.durations import Durations
+from amptune.search.measuring import loader_findings
+from amptune.search.state import State
+from amptune.search.table.contenders import PROCESSES
+from amptune.search.table.objective import NEGLIGIBLE
+from amptune.search.table.verdict import Verdict
+
+__all__ = ["decision_of"]
+
+
+def decision_of(
+    state: State,
+    noticed: Sequence[Finding] = (),
+    *,
+    interrupted: bool = False,
+    timeline: Sequence[Mapping[str, Any]] = (),
+) -> Decision | None:
+    """Returns the decision as things stand; None if the baseline was not measured, or failed."""
+    verdict = state.verdict
+    if verdict is None:
+        return None
+    found = Conclusion(
+        verdict=verdict,
+        trials=tuple(state.history.trials),
+        judgements=state.judgements,
+        recipes=state.candidates.amp_recipes,
+    )
+    sizes = () if state.sizes is None else state.sizes.findings
+    return decide(
+        found,
+        state.prepared,
+        state.table,
+        findings=(*sizes, *noticed, *loader_findings(state.rounds.loader_failure), *_noticed(state, verdict)),
+        seconds=state.spent_s,
+        interrupted=interrupted,
+        timeline=timeline,
+        again=_again(state),
+    )
+
+
+def _noticed(state: State, verdict: Verdict) -> Iterator[Finding]:
+    wanted, workers, winner = state.request.wanted, state.request.workers, verdict.winner.policy
+    if wanted.global_batch is not None:
+        yield wanted.global_batch.kept_by(winner)
+    yield from devices_findings(wanted.devices, state.prepared)
+    if winner.fused_optimizer and not state.prepared.subject.fusable:
+        message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
+        yield Finding(code="fused-optimizer-without-effect", message=message)
+    yield from _freed_memory(state, verdict)
+    if workers > 1 and state.prepared.hardware.gpu is None:
+        message = f"{workers} workers shared this CPU, each with its part of the cores: with all, steps are faster"
+        yield Finding(code="shared-cpu", message=message, figures={"workers": workers})
+    modes = state.candidates.space.choices("compile")
+    if set(modes) - {"off"} and all(trial.policy.compile == "off" for trial in state.history.trials):
+        spent = "there was no time for it; give more with --budget"
+        if state.request.budget.trials is not None:
+            spent = "the budget, or the trials allowed, were spent before; give more with --budget or --trials"
+        yield Finding(code="compile-not-tried", message=f"torch.compile was not tried: {spent}")
+
+
+def _again(state: State) -> str:
+    """Returns the command with a budget that is enough for a first comparison on this machine."""
+    at = Durations(state)
+    seconds = state.built_s + 2 * at.typical_s + PROCESSES * at.round_s((state.baseline,) * 2, fresh=True)
+    needed_s = 10 * math.ceil(seconds / 10) + 10
+    target = state.request.source.target or "TARGET"
+    return shlex.join(["amptune", "tune", target, *state.request.options, "--budget", f"{needed_s}s"])
+
+
+def _freed_memory(state: State, verdict: Verdict) -> Iterator[Finding]:
+    """Yields how much memory the policy frees, if a larger batch could use it."""
+    own, before = verdict.winner, verdict.baseline
+    own_mib, before_mib = own.peak_memory_mib, before.peak_memory_mib
+    is_alike = own.policy.batch_size == before.policy.batch_size and not verdict.keeps_the_baseline
+    if not (state.request.leaves_the_batch and is_alike and own_mib and before_mib):
+        return
+    if own_mib < (1 - NEGLIGIBLE) * before_mib:
+        message = (
+            f"the policy frees {before_mib - own_mib:,.0f} of {before_mib:,.0f} MiB: --batch-size auto finds out "
+            "if a larger batch is faster (what training learns from it is another question; --global-batch N "
+            "keeps it as it is)"
+        )
+        figures = {"freed_mib": before_mib - own_mib, "peak_memory_mib": own_mib}
+        yield Finding(code="memory-freed", message=message, figures=figures)
