@@ -44,11 +44,8 @@ from amptune.measure.results.half_effects import ModuleTrace
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity, Reference
 from amptune.policy.settings import STOCK, Autocast, Policy, amp_recipe
-from amptune.search.gate.judge import Judge
-from amptune.search.gate.judgement import judged
-from amptune.search.gate.numeric_findings import findings_of
-from amptune.search.gate.repair import cure_of
-from amptune.search.plan.budget import Budget
+from amptune.search.gate.judge import Judge, cure_of
+from amptune.search.gate.judgement import Judgement, judged
 from amptune.workload import zoo
 from amptune.workload.workload import Workload
 
@@ -161,9 +158,9 @@ def _faults(device: torch.device, faults: Sequence[Fault]) -> Iterator[dict[str,
 def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
     start_s = time.perf_counter()
     evaluator: Any = OnABench(bench)
-    gatekeeper = Judge(evaluator, STOCK, Budget(seconds=3600), lambda _: None)
-    judgement = gatekeeper.judgement_of(recipe)
-    assert judgement is not None  # noqa: S101  # autocast is never exempt
+    gatekeeper = Judge(evaluator, STOCK)
+    judgement = gatekeeper.judge(recipe, seconds_for_reference=REFERENCE_S, limit_s=REFERENCE_S)
+    assert isinstance(judgement, Judgement)  # noqa: S101  # autocast is never exempt, and the machine has room
     row: dict[str, Any] = {
         "model": fault.name,
         "autocast": recipe.autocast,
@@ -173,9 +170,8 @@ def _fault(fault: Fault, bench: Bench, recipe: Policy) -> dict[str, Any]:
         "why": str(judgement),
     }
     if not judgement.passes:
-        subject, traces = inspect_model(bench, ""), gatekeeper.traces_of(recipe)
-        cure = cure_of(gatekeeper, recipe, subject, traces)
-        findings = list(findings_of(judgement, cure, traces))
+        subject = inspect_model(bench, "")
+        cure, findings, _ = cure_of(gatekeeper, judgement, subject, until=lambda: False, limit_s=REFERENCE_S)
         row |= {
             "named_first": findings[0].module,
             "code": findings[0].code,

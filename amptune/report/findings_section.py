@@ -31,7 +31,6 @@ _ADVICE = {
     "compile-not-tried": "Run the same command again: it continues.",
     "compile-pays": "Nothing, if you train for longer than that.",
     "starts-late": "Nothing; if you train for longer, say so with --steps.",
-    "compile-costs": "Nothing, if you train for longer than that.",
     "graph-breaks": "Move what breaks the graph out of the model's forward, or keep compile off.",
     "recompiles": "Pad batches to a fixed size.",
     "launch-bound": "CUDA graphs or torch.compile: the host is too slow for this GPU.",

@@ -42,8 +42,11 @@ def _parts(study_report: StudyReport) -> Iterator[str]:
         yield _used(study_report.record.judged, own)
     if own is not None and own.worst:
         yield "<h3>Nearest to their limits</h3>"
-        shares = (f"{one.figures.get('times_allowed', 0):.0%}" for one in own.worst)
-        rows = [(one.module or "whole model", one.message, of) for one, of in zip(own.worst, shares, strict=True)]
+        shares = (one.figures.get("times_allowed") for one in own.worst)
+        rows = [
+            (one.module or "whole model", one.message, "" if share is None else f"{share:.0%}")
+            for one, share in zip(own.worst, shares, strict=True)
+        ]
         yield table(["module", "what was seen", "of what is allowed"], rows[:MOST_SHOWN])
 
 

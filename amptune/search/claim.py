@@ -11,8 +11,7 @@ from amptune.errors import ClaimError, ObjectiveError
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import policy_from_dict
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.table.effects import machine_of
-from amptune.search.table.model import Estimates
+from amptune.search.table.effects import Machine
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
@@ -23,12 +22,13 @@ __all__ = [
     "NARROW_ENOUGH",
     "Answer",
     "Claim",
-    "Comparison",
     "Figure",
-    "Pair",
-    "Ratios",
+    "Round",
+    "answer_of",
     "baseline_of",
     "claim_of",
+    "is_missed_by",
+    "is_settled",
     "require_figures",
 ]
 
@@ -41,47 +41,68 @@ Answer = Literal["met", "missed", "open"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The policy over its baseline after a round: as measured in this sitting, and as it may be in a later one.
+class Figure:
+    """The policy's speed, or another figure that is claimed, over the baseline's after a round.
 
-    Whether a claim holds is a question about this sitting. It was made in another one, so it is false only if no other
-    sitting would reach it either. `last` is the ratio in the round alone.
+    It is as measured `here`, in this sitting, as it may be in a `later` one, and in the `last` round alone; None if it
+    cannot be measured. `needed` is None if nothing is claimed. Whether a claim holds is a question about this sitting.
+    It was made in another one, so it is false only if no other sitting would reach it either.
     """
 
-    here: Ratio
-    later: Ratio
-    last: float
+    name: str
+    needed: float | None
+    here: Ratio | None = None
+    later: Ratio | None = None
+    last: Ratio | None = None
 
     @property
-    def highest(self) -> float:
-        """The largest ratio that the round leaves possible."""
-        return max(self.here.high, self.later.high, self.last)
-
-
-# After a round: the ratio of speed, and that of the gain if one is claimed; None for what was not measured.
-Ratios = tuple[Comparison | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A ratio that the claim needs, with its measured value; None if there is no such figure."""
-
-    name: str
-    needed: float
-    measured: Comparison | None
+    def is_narrow(self) -> bool:
+        return self.here is not None and self.here.half_width <= NARROW_ENOUGH
 
     @property
     def is_met(self) -> bool:
         """True if the interval lies above what is needed, or the value does and the interval is narrow enough."""
-        if self.measured is None:
-            return False
-        here = self.measured.here
-        return here.low >= self.needed or (here.value >= self.needed and here.half_width <= NARROW_ENOUGH)
+        if self.here is None or self.needed is None:
+            return self.here is not None
+        return self.here.low >= self.needed or (self.here.value >= self.needed and self.is_narrow)
 
     @property
     def is_missed(self) -> bool:
         """True if the round leaves no ratio possible that reaches what is needed."""
-        return self.measured is not None and self.measured.highest < self.needed
+        if self.needed is None or self.here is None or self.later is None or self.last is None:
+            return False
+        return max(self.here.high, self.later.high, self.last.value) < self.needed
+
+
+# The figures of a claim after a round: its speed, and its gain in another figure if one is claimed.
+Round = tuple[Figure, ...]
+
+
+def is_missed_by(figures: Round) -> bool:
+    """Returns True if one of the figures after a round lies below what is needed."""
+    return any(figure.is_missed for figure in figures)
+
+
+def answer_of(rounds: Sequence[Round]) -> Answer:
+    """Returns what the rounds say of a claim.
+
+    It is met if all figures of the last round reach what is needed. It is missed if one lies below that in two rounds
+    in a row.
+    """
+    if rounds and all(figure.is_met for figure in rounds[-1]):
+        return "met"
+    return "missed" if len(rounds) > 1 and all(map(is_missed_by, rounds[-2:])) else "open"
+
+
+def is_settled(rounds: Sequence[Round]) -> bool:
+    """Returns True if two rounds in a row gave the same answer: a single one may owe it to an outlier.
+
+    Where nothing is claimed, the last of two rounds or more has to be narrow enough.
+    """
+    answer, is_claimed = answer_of(rounds), all(figure.needed is not None for figure in rounds[-1])
+    if not is_claimed:
+        return len(rounds) > 1 and all(figure.is_narrow for figure in rounds[-1])
+    return answer == "missed" or (answer == "met" and answer_of(rounds[:-1]) == "met")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,82 +121,36 @@ class Claim:
     objective: Objective = THROUGHPUT
     gain: float | None = None
 
-    def answer(self, rounds: Sequence[Ratios]) -> Answer:
-        """Returns what the ratios after each round say: those of speed, and of the gain if one is claimed.
-
-        The claim is met if all ratios of the last round reach what is needed. It is missed if one lies below that in
-        two rounds in a row.
-        """
-        if rounds and all(figure.is_met for figure in self.figures(rounds[-1])):
-            return "met"
-        if len(rounds) > 1 and all(map(self.is_missed_by, rounds[-2:])):
-            return "missed"
-        return "open"
-
-    def is_settled(self, rounds: Sequence[Ratios]) -> bool:
-        """Returns True if two rounds in a row gave the same answer: a single one may owe it to an outlier."""
-        if self.speedup is None:
-            return len(rounds) > 1 and all(one and one.here.half_width <= NARROW_ENOUGH for one in rounds[-1])
-        answer = self.answer(rounds)
-        return answer == "missed" or (answer == "met" and self.answer(rounds[:-1]) == "met")
-
-    def is_missed_by(self, ratios: Ratios) -> bool:
-        """Returns True if one of the ratios after a round lies below what is needed."""
-        return any(figure.is_missed for figure in self.figures(ratios))
-
-    def figures(self, ratios: Ratios) -> list[Figure]:
-        """Returns each ratio after a round beside what is needed of it."""
-        if self.speedup is None:
-            return []
-        claimed = [("speed", self.speedup)] + ([] if self.gain is None else [(self.objective.name, self.gain)])
-        return [
-            Figure(name=name, needed=(1 - MARGIN) * value, measured=ratio)
-            for (name, value), ratio in zip(claimed, ratios, strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """The policy and the baseline of a claim, with the batch sizes that they have here; `device` is "cuda" or "cpu"."""
-
-    claim: Claim
-    policy: Policy
-    baseline: Policy
-    device: str
-
     @property
     def both(self) -> tuple[Policy, ...]:
         return tuple(dict.fromkeys((self.baseline, self.policy)))
 
-    def verdict(self, rows: Sequence[Row]) -> Verdict | None:
-        return verdict_of(rows, self.baseline, machine_of(self.device), self.claim.objective)
+    def verdict(self, rows: Sequence[Row], machine: Machine) -> Verdict | None:
+        return verdict_of(rows, self.baseline, machine, self.objective)
 
-    def ratios(self, rows: Sequence[Row]) -> Ratios | None:
-        """Returns the ratios that the claim is about; None if the policy or the baseline failed."""
-        machine, last = machine_of(self.device), rows[-len(self.both) :]
-        verdicts = [
-            verdict_of(rows, self.baseline, machine.in_one_sitting, self.claim.objective),
-            self.verdict(rows),
-            self.verdict(last),
-        ]
-        known = [one for one in verdicts if one is not None and self._runs_in(one)]
-        if len(known) < len(verdicts):
+    def figures(self, rows: Sequence[Row], machine: Machine) -> Round | None:
+        """Returns the figures that the claim is about, after the last round; None if a policy failed in one."""
+        whole, last = self.verdict(rows, machine), self.verdict(rows[-len(self.both) :], machine)
+        here = self.verdict(rows, machine.in_one_sitting)
+        if whole is None or last is None or here is None or not all(map(self._runs_in, (whole, last, here))):
             return None
-        speed = self._comparison([one.speeds for one in known])
-        gain = self._comparison([one.scores for one in known])
-        return None if speed is None else (speed,) if self.claim.gain is None else (speed, gain)
+        claimed = [("speed", self.speedup, here.speeds, whole.speeds, last.speeds)]
+        if self.gain is not None:
+            claimed.append((self.objective.name, self.gain, here.scores, whole.scores, last.scores))
+        return tuple(
+            Figure(
+                name=name,
+                needed=None if value is None else (1 - MARGIN) * value,
+                here=now.to_baseline(self.policy, later=False),
+                later=then.to_baseline(self.policy),
+                last=alone.to_baseline(self.policy),
+            )
+            for name, value, now, then, alone in claimed
+        )
 
     def _runs_in(self, verdict: Verdict) -> bool:
         found = verdict.contender_of(self.policy)
         return found is not None and found.failure is None
-
-    def _comparison(self, fits: Sequence[Estimates]) -> Comparison | None:
-        here, later, last = fits
-        now = here.to_baseline(self.policy, later=False)
-        then, alone = (fit.to_baseline(self.policy) for fit in (later, last))
-        if now is None or then is None or alone is None:
-            return None
-        return Comparison(here=now, later=then, last=alone.value)
 
 
 def claim_of(policy_file: PolicyFile) -> Claim:

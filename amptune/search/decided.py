@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amptune.policy.findings import Finding
-from amptune.search.decide.caveats import devices_findings
+from amptune.search.decide.caveats import devices_findings, memory_freed
 from amptune.search.decide.conclusion import Conclusion
 from amptune.search.decide.decision import Decision, decide
 from amptune.search.durations import Durations
 from amptune.search.measuring import loader_findings
 from amptune.search.state import State
 from amptune.search.table.contenders import PROCESSES
-from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.verdict import Verdict
 
 __all__ = ["decision_of"]
@@ -59,7 +58,7 @@ def _noticed(state: State, verdict: Verdict) -> Iterator[Finding]:
     if winner.fused_optimizer and not state.prepared.subject.fusable:
         message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
         yield Finding(code="fused-optimizer-without-effect", message=message)
-    yield from _freed_memory(state, verdict)
+    yield from memory_freed(verdict) if state.request.leaves_the_batch else ()
     if workers > 1 and state.prepared.hardware.gpu is None:
         message = f"{workers} workers shared this CPU, each with its part of the cores: with all, steps are faster"
         yield Finding(code="shared-cpu", message=message, figures={"workers": workers})
@@ -78,20 +77,3 @@ def _again(state: State) -> str:
     needed_s = 10 * math.ceil(seconds / 10) + 10
     target = state.request.source.target or "TARGET"
     return shlex.join(["amptune", "tune", target, *state.request.options, "--budget", f"{needed_s}s"])
-
-
-def _freed_memory(state: State, verdict: Verdict) -> Iterator[Finding]:
-    """Yields how much memory the policy frees, if a larger batch could use it."""
-    own, before = verdict.winner, verdict.baseline
-    own_mib, before_mib = own.peak_memory_mib, before.peak_memory_mib
-    is_alike = own.policy.batch_size == before.policy.batch_size and not verdict.keeps_the_baseline
-    if not (state.request.leaves_the_batch and is_alike and own_mib and before_mib):
-        return
-    if own_mib < (1 - NEGLIGIBLE) * before_mib:
-        message = (
-            f"the policy frees {before_mib - own_mib:,.0f} of {before_mib:,.0f} MiB: --batch-size auto finds out "
-            "if a larger batch is faster (what training learns from it is another question; --global-batch N "
-            "keeps it as it is)"
-        )
-        figures = {"freed_mib": before_mib - own_mib, "peak_memory_mib": own_mib}
-        yield Finding(code="memory-freed", message=message, figures=figures)

@@ -23,7 +23,7 @@ from amptune.search.gate.judgement import Judgement, Unjudged
 from amptune.search.gate.judgements import Found
 from amptune.search.gate.numeric_findings import sound_finding, where_fp32_breaks, yardstick_findings
 from amptune.search.gate.repair import Cure
-from amptune.search.narrowing import turn_of
+from amptune.search.measuring import turn_of
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of, workers_log
 from amptune.search.table.trial import error_of_baseline

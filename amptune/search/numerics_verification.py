@@ -66,7 +66,6 @@ def verify_numerics(
         stopped = training.run(policy_file.policy, fp32)
         return LongLook(
             policy=policy_file.policy,
-            fp32=fp32,
             name=prepared.subject.name,
             hardware=prepared.hardware,
             steps=steps,

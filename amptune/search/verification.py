@@ -12,18 +12,30 @@ from amptune.hardware.detect import probe
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
-from amptune.measure.results.outcome import Failure, Measurement
+from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.hardware_match import require_valid
 from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Policy
-from amptune.search.claim import MARGIN, NARROW_ENOUGH, Answer, Claim, Comparison, Figure, Pair, Ratios, claim_of
+from amptune.search.claim import (
+    MARGIN,
+    NARROW_ENOUGH,
+    Answer,
+    Claim,
+    Figure,
+    Round,
+    answer_of,
+    claim_of,
+    is_missed_by,
+    is_settled,
+)
 from amptune.search.events import ComparisonStarted, Observer
 from amptune.search.measuring import RoundMeasurer
 from amptune.search.plan.budget import Budget
 from amptune.search.request import ranks_of, source_of, workers_log
 from amptune.search.table.contenders import PROCESSES, Contender
+from amptune.search.table.effects import Machine, machine_of
 from amptune.search.table.gains import counted, use_of
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row, waits_for_data
@@ -39,12 +51,12 @@ DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The claim and what was measured now: the ratios after each round, none if the policy failed."""
+    """The claim and what was measured now: the figures after each round, none if the policy failed."""
 
     claim: Claim
     policy: Contender
     baseline: Contender
-    rounds: tuple[Ratios, ...]
+    rounds: tuple[Round, ...]
     findings: tuple[Finding, ...]
     hardware: Hardware
     seconds: float
@@ -52,7 +64,7 @@ class Verification:
     @property
     def answer(self) -> Answer:
         """The answer of the rounds to the claim; "missed" if the policy failed."""
-        return self.claim.answer(self.rounds) if self.rounds else "missed"
+        return answer_of(self.rounds) if self.rounds else "missed"
 
     @property
     def holds(self) -> bool:
@@ -62,17 +74,17 @@ class Verification:
     @property
     def speedup(self) -> Ratio | None:
         """The speed of the policy over the baseline's in this sitting; None if the policy failed."""
-        return _here(self.rounds[-1][0]) if self.rounds else None
+        return self.rounds[-1][0].here if self.rounds else None
 
     @property
     def gain(self) -> Ratio | None:
         """The gain by the claim's objective in this sitting; None if none is claimed or it was not measured."""
-        return _here(self.rounds[-1][1]) if self.rounds and self.claim.gain is not None else None
+        return self.rounds[-1][1].here if self.rounds and self.claim.gain is not None else None
 
     @property
     def open_figures(self) -> list[Figure]:
         """The figures of the claim that the last round does not meet."""
-        return [figure for figure in self.claim.figures(self.rounds[-1]) if not figure.is_met]
+        return [figure for figure in self.rounds[-1] if not figure.is_met]
 
 
 def verify(
@@ -110,17 +122,13 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     claim = claim_of(policy_file)
     prepared = evaluator.prepare(budget.left_to_prepare_s)
     labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
-    pair = Pair(
-        claim=claim,
-        policy=_sized(claim.policy, prepared),
-        baseline=_sized(claim.baseline, prepared),
-        device=prepared.hardware.device,
-    )
-    rows, rounds = _measured(evaluator, pair, prepared.start_s, budget, observer)
-    verdict = pair.verdict(rows)
+    sized = replace(claim, policy=_sized(claim.policy, prepared), baseline=_sized(claim.baseline, prepared))
+    machine = machine_of(prepared.hardware.device)
+    rows, rounds = _measured(evaluator, sized, machine, prepared.start_s, budget, observer)
+    verdict = sized.verdict(rows, machine)
     if verdict is None:
-        raise _not_measured(rows, pair)
-    policy = verdict.contender_of(pair.policy)
+        raise _not_measured([row.outcome for row in rows if row.policy == sized.baseline], claim)
+    policy = verdict.contender_of(sized.policy)
     if policy is None:
         raise _no_time_for(claim.policy)
     found = Verification(
@@ -138,14 +146,14 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
 
 
 def _measured(
-    evaluator: Evaluator, pair: Pair, start_s: float, budget: Budget, observer: Observer
-) -> tuple[list[Row], list[Ratios]]:
-    """Returns rows of baseline and policy, and the ratios after each round, until these answer the claim.
+    evaluator: Evaluator, claim: Claim, machine: Machine, start_s: float, budget: Budget, observer: Observer
+) -> tuple[list[Row], list[Round]]:
+    """Returns rows of baseline and policy, and the figures after each round, until these answer the claim.
 
     What misses the claim is measured again in fresh processes: one that is slow by chance stays so.
     """
     rows: list[Row] = []
-    rounds: list[Ratios] = []
+    rounds: list[Round] = []
     measurer = RoundMeasurer(
         evaluator=evaluator,
         budget=budget,
@@ -153,31 +161,31 @@ def _measured(
         run="verify",
         keep=rows.append,
         purpose="verify",
-        objective=pair.claim.objective,
+        objective=claim.objective,
     )
-    observer(ComparisonStarted(stage="verify", policies=pair.both, left_s=budget.left_s))
-    _measure(measurer, pair, rows, fresh=True)
+    observer(ComparisonStarted(stage="verify", policies=claim.both, left_s=budget.left_s))
+    _measure(measurer, claim.both, rows, fresh=True)
     if waits_for_data(rows):  # such rows are left out of a verdict
         measurer.in_loop = False
-        _measure(measurer, pair, rows, fresh=True)
-    while (ratios := pair.ratios(rows)) is not None:
-        rounds.append(ratios)
-        if None in ratios or pair.claim.is_settled(rounds):
+        _measure(measurer, claim.both, rows, fresh=True)
+    while (figures := claim.figures(rows, machine)) is not None:
+        rounds.append(figures)
+        if any(figure.here is None for figure in figures) or is_settled(rounds):
             break
         turns_s = sum(measurer.costs_s.values())
-        has_time = budget.left_s >= len(pair.both) * start_s + turns_s
-        fresh = pair.claim.is_missed_by(ratios) or measurer.launches < max(PROCESSES, len(rounds) * FRESH_SHARE)
-        if budget.left_s < turns_s or not _measure(measurer, pair, rows, fresh=fresh and has_time):
+        has_time = budget.left_s >= len(claim.both) * start_s + turns_s
+        fresh = is_missed_by(figures) or measurer.launches < max(PROCESSES, len(rounds) * FRESH_SHARE)
+        if budget.left_s < turns_s or not _measure(measurer, claim.both, rows, fresh=fresh and has_time):
             break
     return rows, rounds
 
 
-def _measure(measurer: RoundMeasurer, pair: Pair, rows: Sequence[Row], *, fresh: bool) -> bool:
+def _measure(measurer: RoundMeasurer, both: Sequence[Policy], rows: Sequence[Row], *, fresh: bool) -> bool:
     """Measures both once; returns False if the budget ended that. The first round is measured whatever is left."""
     measured = [row for row in rows if isinstance(row.outcome, Measurement)]
     steps_ms = {row.policy: row.outcome.mean_ms for row in measured if isinstance(row.outcome, Measurement)}
     until_s = measurer.budget.seconds if measured else math.inf
-    return measurer.measure(pair.both, steps_ms, fresh=fresh, until_s=until_s)
+    return measurer.measure(both, steps_ms, fresh=fresh, until_s=until_s)
 
 
 def _other_devices(policy_file: PolicyFile, prepared: Prepared) -> Iterator[Finding]:
@@ -190,12 +198,8 @@ def _other_devices(policy_file: PolicyFile, prepared: Prepared) -> Iterator[Find
         )
 
 
-def _here(comparison: Comparison | None) -> Ratio | None:
-    return None if comparison is None else comparison.here
-
-
-def _not_measured(rows: Sequence[Row], pair: Pair) -> NothingFeasibleError:
-    claim, outcomes = pair.claim, [row.outcome for row in rows if row.policy == pair.baseline]
+def _not_measured(outcomes: Sequence[Outcome], claim: Claim) -> NothingFeasibleError:
+    """Returns why there is no verdict, by the outcomes of the baseline."""
     if any(isinstance(outcome, Measurement) for outcome in outcomes):
         return NothingFeasibleError(f"the {claim.objective.name} that is claimed cannot be measured on this machine")
     failure = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), None)
@@ -229,8 +233,8 @@ def _answer(found: Verification, disturbed: Sequence[Finding]) -> Finding:
         case "met":
             code, message = "holds", f"the claim holds: {both}"
         case "missed":
-            needed = found.claim.figures(found.rounds[-1])[0]
-            missed = f"; the interval does not reach {needed.needed:.2f}×, the claim less {MARGIN:.0%}"
+            needed = found.rounds[-1][0]
+            missed = f"; the interval does not reach {needed.needed or 0.0:.2f}×, the claim less {MARGIN:.0%}"
             code, message = "does-not-hold", f"the claim does not hold: {both}{missed if needed.is_missed else ''}"
         case "open":
             code, message = "undecided", f"could not tell: {both}; {_why_open(found, disturbed)}"
@@ -240,9 +244,9 @@ def _answer(found: Verification, disturbed: Sequence[Finding]) -> Finding:
 def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
     """Returns why the rounds did not answer the claim: how wide the interval is, and what it rests on."""
     figure = found.open_figures[0]
-    if figure.measured is None:
+    here, later = figure.here, figure.later
+    if here is None or later is None or figure.needed is None:
         return f"its {figure.name} was not measured here"
-    here, later = figure.measured.here, figure.measured.later
     needed = f"{figure.needed:.2f}×, the claim less {MARGIN:.0%}"
     if here.half_width > 1:
         why = "the timings differ too much from each other"

@@ -19,13 +19,12 @@ from amptune.policy.setting_effects import (
     tensors_of,
 )
 from amptune.policy.settings import KNOBS, STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
 
 FUSED, BF16, COMPILED = Policy(fused_optimizer=True), Policy(autocast="bf16"), Policy(compile="default")
 NHWC = Policy(memory_format="channels_last")
 O2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
-AGAINST_STOCK: Judgements[Judgement] = Judgements(STOCK)
+AGAINST_STOCK = Judgements(STOCK)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What ratios say of a claim, without a machine."""
+"""What figures say of a claim, without a machine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from tables import BF16, in_turn
 
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK
-from amptune.search.claim import Answer, Claim, Comparison, Pair, Ratios
+from amptune.search.claim import Answer, Claim, Figure, answer_of, is_settled
+from amptune.search.table.effects import GPU
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 
 TWICE = Claim(policy=BF16, baseline=STOCK, speedup=2.0, step_ms=None, baseline_ms=None)
 HALF_THE_MEMORY = replace(TWICE, speedup=1.0, objective=Objective("memory"), gain=2.0)
-PAIR = Pair(claim=TWICE, policy=BF16, baseline=STOCK, device="cuda")
+NEEDED = 0.98 * 2.0
 
 
 def ratio(value: float, share: float) -> Ratio:
@@ -24,14 +25,15 @@ def ratio(value: float, share: float) -> Ratio:
     return Ratio(value=value, low=value * (1 - share), high=value * (1 + share), launches=3)
 
 
-def told(value: float, share: float, *, later: float = 0.0, last: float | None = None) -> Comparison:
+def told(value: float, share: float, *, later: float = 0.0, last: float | None = None) -> Figure:
     """A ratio after a round. A later sitting adds `later` to its share; the last round shows the same unless given."""
-    wider = ratio(value, share + later)
-    return Comparison(here=ratio(value, share), later=wider, last=value if last is None else last)
+    wider, alone = ratio(value, share + later), ratio(value if last is None else last, share)
+    return Figure(name="speed", needed=NEEDED, here=ratio(value, share), later=wider, last=alone)
 
 
 MET, BELOW, REACHING = told(2.0, 0.01), told(1.8, 0.05), told(1.9, 0.05)
 LATER_MAY_REACH, LAST_REACHES = told(1.8, 0.05, later=0.1), told(1.8, 0.05, last=2.0)
+NOT_MEASURED = Figure(name="energy", needed=NEEDED)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +57,11 @@ LATER_MAY_REACH, LAST_REACHES = told(1.8, 0.05, later=0.1), told(1.8, 0.05, last
     ],
 )
 def test_a_claim_is_met_by_one_round_and_missed_by_two_in_a_row(
-    rounds: Sequence[Comparison], answer: Answer, *, settled: bool
+    rounds: Sequence[Figure], answer: Answer, *, settled: bool
 ) -> None:
     """It is met by an interval above it, or by a narrow one whose middle reaches it. Two equal answers settle it."""
-    ratios: list[Ratios] = [(one,) for one in rounds]
-    assert (TWICE.answer(ratios), TWICE.is_settled(ratios)) == (answer, settled)
+    figures = [(one,) for one in rounds]
+    assert (answer_of(figures), is_settled(figures)) == (answer, settled)
 
 
 @pytest.mark.parametrize(
@@ -67,15 +69,26 @@ def test_a_claim_is_met_by_one_round_and_missed_by_two_in_a_row(
     [
         (MET, MET, "met"),
         (MET, told(2.0, 0.5), "open"),
-        (MET, None, "open"),
+        (MET, NOT_MEASURED, "open"),
         (told(0.5, 0.01), MET, "missed"),
         (MET, told(0.5, 0.01), "missed"),
     ],
 )
-def test_a_claim_of_memory_needs_both_ratios(speed: Comparison, memory: Comparison | None, answer: Answer) -> None:
-    assert HALF_THE_MEMORY.answer([(speed, memory)] * 2) == answer
+def test_a_claim_of_memory_needs_both_figures(speed: Figure, memory: Figure, answer: Answer) -> None:
+    assert answer_of([(speed, memory)] * 2) == answer
 
 
-def test_a_policy_that_fails_in_one_round_has_no_ratio() -> None:
+def test_where_nothing_is_claimed_two_rounds_and_a_narrow_interval_are_enough() -> None:
+    narrow, wide = (replace(one, needed=None) for one in (MET, told(2.0, 0.5)))
+    rounds = [[(narrow,)], [(wide,), (wide,)], [(wide,), (narrow,)]]
+    assert [(answer_of(one), is_settled(one)) for one in rounds] == [("met", False), ("met", False), ("met", True)]
+
+
+def test_a_claim_needs_its_figures_less_two_percent_and_of_a_policy_that_failed_there_are_none() -> None:
+    rows = in_turn({STOCK: [10.0] * 3, BF16: [5.0] * 3})
+    figures = HALF_THE_MEMORY.figures(rows, GPU)
+    assert figures is not None
+    assert [(one.name, one.needed) for one in figures] == [("speed", 0.98), ("memory", 1.96)]
+    assert figures[0].is_met
     oom = Failure(kind="oom", message="CUDA out of memory")
-    assert PAIR.ratios(in_turn({STOCK: [10.0, 10.0], BF16: [5.0, oom]})) is None
+    assert TWICE.figures(in_turn({STOCK: [10.0, 10.0], BF16: [5.0, oom]}), GPU) is None

@@ -11,7 +11,6 @@ from test_pipeline import request_in, tuned_on
 from amptune.errors import StudyError
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.gate.judge import Judge
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.sampler.storage import Store, recall
 
@@ -52,7 +51,7 @@ def test_an_error_before_anything_is_known_is_raised_as_it_is(tmp_path: Path) ->
 def test_without_workers_to_judge_the_winner_what_is_known_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Judge, "_judge", fails)
+    monkeypatch.setattr(RecordedEvaluator, "judge", fails)
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=6)
     assert len(decision.trials) >= 1
 

@@ -13,7 +13,7 @@ from amptune.measure.numerics.limits import is_near_limits
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import ILL_CONDITIONED, ROUNDING, BufferParity, GradientParity, Parity
 from amptune.policy.settings import amp_recipe
-from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.judgement import Judgement, judged
 
 BF16 = amp_recipe("bf16")
 # As the gradient of a healthy parameter looks in bf16 (reports/numerics).
@@ -24,7 +24,7 @@ BROKEN = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"), br
 
 
 def codes(parity: Parity, tolerance: float | None = None) -> list[str]:
-    return [finding.code for finding in Judgement.of(BF16, parity, tolerance).shortcomings]
+    return [finding.code for finding in judged(BF16, parity, tolerance).shortcomings]
 
 
 def with_gradient(**changed: float) -> Parity:
@@ -85,7 +85,7 @@ EVALUATED: Any = {"evaluated": 0.71, "evaluated_fp32": 0.72, "evaluated_at_start
     ],
 )
 def test_what_is_a_fault_is_named_by_its_code(parity: Parity, tolerance: float | None, expected: str) -> None:
-    judgement = Judgement.of(BF16, parity, tolerance)
+    judgement = judged(BF16, parity, tolerance)
     assert [finding.code for finding in judgement.shortcomings] == ([expected] if expected else [])
     assert judgement.passes == (not expected)
     if expected.startswith("gradient"):
@@ -97,17 +97,17 @@ NEAR, FAR = 2 * 0.3, 4 * 0.3  # errors of a gradient: two and four times what is
 
 def test_what_exceeds_its_limit_in_one_look_of_two_was_chance() -> None:
     once = replace(with_gradient(error=NEAR), again=with_gradient())
-    assert Judgement.of(BF16, once).passes
-    assert Judgement.of(BF16, once).used < 0.5
+    assert judged(BF16, once).passes
+    assert judged(BF16, once).used < 0.5
     assert codes(replace(with_gradient(error=NEAR), again=with_gradient(error=NEAR))) == ["gradient-error"]
     other = Parity(gradients=(HEALTHY, replace(HEALTHY, name="b.weight", error=NEAR)))
-    assert Judgement.of(BF16, replace(with_gradient(error=NEAR), again=other)).passes
+    assert judged(BF16, replace(with_gradient(error=NEAR), again=other)).passes
 
 
 def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
     first = Parity(buffers=tuple(BufferParity(path=path, off=0.5, apart=0.0) for path in ("a", "b")))
     again = Parity(buffers=(BufferParity(path="a", off=0.1, apart=0.0), BufferParity(path="b", off=0.4, apart=0.0)))
-    (found,) = Judgement.of(BF16, replace(first, again=again)).shortcomings
+    (found,) = judged(BF16, replace(first, again=again)).shortcomings
     assert "the buffer b is off by 40%" in found.message
 
 
@@ -128,7 +128,7 @@ def test_a_second_look_is_for_what_chance_can_have_made(parity: Parity, is_near:
 
 def test_a_study_keeps_the_loss_curves_of_a_judgement_to_six_digits() -> None:
     parity = Parity(losses=(2.34567891, 1.0), losses_fp32=((2.34567891, 1.0), (2.4, 1.1)))
-    kept = Judgement.of(BF16, parity)
+    kept = judged(BF16, parity)
     again = Judgement.from_dict(json.loads(json.dumps(kept.as_dict())))
     assert again == replace(kept, losses=(2.34568, 1.0), losses_fp32=((2.34568, 1.0), (2.4, 1.1)))
     assert Judgement.from_dict({"policy": {}, "passes": True, "used": 0.1, "words": ""}).losses == ()

@@ -54,7 +54,6 @@ def look(policy: Sequence[LossCurve], fp32: Sequence[LossCurve] | None = None, *
     pairs = zip(fp32 or fp32s(), policy, strict=False)
     parts: dict[str, Any] = {
         "policy": FP16,
-        "fp32": STOCK,
         "name": "net",
         "hardware": H200,
         "steps": STEPS,

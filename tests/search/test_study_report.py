@@ -15,7 +15,7 @@ from test_pipeline import request_in
 
 from amptune.errors import ObjectiveError, StudyError
 from amptune.policy.settings import STOCK, amp_recipe
-from amptune.search.decide.study_report import command_of, study_report_of
+from amptune.search.decide.study_report import command_of, study_report_of, tuning_command
 from amptune.search.pipeline import tune_with
 from amptune.search.sampler import backend
 from amptune.search.sampler.records import without_password
@@ -33,7 +33,7 @@ def test_every_objective_is_answered_from_one_tuning_for_throughput(tmp_path: Pa
         (ENERGY, amp_recipe("fp16")),
     ):
         found = study_report_of(recall(tmp_path), objective)
-        assert found.policy == expected
+        assert found.winner == expected
         speedup = speed_costs_memory(STOCK) / speed_costs_memory(expected)
         assert found.verdict.speedup.value == pytest.approx(speedup, rel=0.02)
         assert found.is_proven or objective != THROUGHPUT
@@ -48,12 +48,14 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
         tmp_path, machine.clock, trials=4, baseline=amp_recipe("bf16"), pins={"autocast": "bf16"}, batch_size=128,
         global_batch=whole, devices=2, compile=False, memory_mib=61440.0,
     )  # fmt: skip
-    tune_with(machine, replace(request, device="cuda:1", objective=Objective(steps=100)), lambda _: None)
+    tune_with(machine, replace(request, device="cuda:1"), lambda _: None)
     record = recall(tmp_path)
+    assert tuning_command(record.last).endswith("--objective throughput --study NEW")
+    assert tuning_command(record.last, budget_s=300).endswith("--objective throughput --budget 300s --study NEW")
     assert command_of(study_report_of(record, record.last.objective)) == (
         "amptune tune recorded --baseline amp-bf16 --batch-size 128 --global-batch 512 --devices 2 "
         "--max-memory 61440MiB --device cuda:1 --no-compile --set autocast=bf16 "
-        f"--objective throughput --steps 100 --study {tmp_path}"
+        f"--objective throughput --study {tmp_path}"
     )
 
 

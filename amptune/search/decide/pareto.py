@@ -84,21 +84,11 @@ def front_of(points: Iterable[ParetoPoint]) -> tuple[ParetoPoint, ...]:
 
 
 def spread_along(front: Sequence[ParetoPoint], most: int = MOST_POINTS) -> tuple[ParetoPoint, ...]:
-    """Returns at most `most` points, in their order: the best in each figure, then the farthest from those chosen.
-
-    Distances are taken on logarithms, so that they do not depend on units.
-    """
+    """Returns at most `most` points, in their order: the best in each figure, and others evenly between."""
     if len(front) <= most:
         return tuple(front)
-    places = [_place(point) for point in front]
-    ends = (min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(len(front[0].costs)))
-    chosen = list(dict.fromkeys(ends))[:most]
-    while len(chosen) < most:
-        gaps = {i: min(math.dist(places[i], places[j]) for j in chosen) for i in range(len(front)) if i not in chosen}
-        chosen.append(max(gaps, key=gaps.__getitem__))
-    return tuple(front[i] for i in sorted(chosen))
-
-
-def _place(point: ParetoPoint) -> tuple[float, float, float]:
-    joules = point.energy_j_per_sample
-    return math.log(point.samples_per_s), math.log(point.peak_memory_mib), math.log(joules) if joules else 0.0
+    ends = {min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(len(front[0].costs))}
+    others, count = [i for i in range(len(front)) if i not in ends], most - len(ends)
+    apart = (len(others) + 1) / (count + 1)
+    even = (others[round(apart * (place + 1)) - 1] for place in range(count))
+    return tuple(front[i] for i in sorted({*ends, *even}))

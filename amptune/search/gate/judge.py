@@ -13,7 +13,7 @@ from amptune.measure.results.subject import Subject
 from amptune.policy.findings import Finding
 from amptune.policy.setting_effects import numerics_of
 from amptune.policy.settings import Fp32Rule, Policy
-from amptune.search.gate.judgement import Judgement, Unjudged, is_own_fault
+from amptune.search.gate.judgement import Judgement, Unjudged, is_own_fault, judged
 from amptune.search.gate.judgements import Found, Judgements, fp32_of
 from amptune.search.gate.numeric_findings import findings_of
 from amptune.search.gate.repair import Cure, cure_in, smallest_cure, units_of
@@ -60,7 +60,7 @@ class Judge:
             return parity
         if parity.failure is not None and not is_own_fault(own, parity.failure):
             return Unjudged(own, parity.failure)
-        return Judgement.of(own, parity, self.tolerance)
+        return judged(own, parity, self.tolerance)
 
     def traces_of(self, policy: Policy, limit_s: float) -> tuple[ModuleTrace, ...]:
         """Returns where the numbers of a step go wrong, module by module; () if that cannot be seen."""
@@ -83,8 +83,8 @@ def cure_of(
     modules, out_of_time = search.smallest()
     cure = None
     if modules is not None:
-        judged = sum(isinstance(one, Judgement) for one in search.judgements.found.values())
-        cure = cure_in(modules, subject, search.traces, judgements=judged, minimal=not out_of_time)
+        count = sum(isinstance(one, Judgement) for one in search.judgements.found.values())
+        cure = cure_in(modules, subject, search.traces, judgements=count, minimal=not out_of_time)
     findings = findings_of(rejected, cure, search.traces, out_of_time=out_of_time)
     return cure, tuple(findings), tuple(search.judgements.found.values())
 

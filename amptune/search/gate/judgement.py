@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,12 +14,11 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import adapter_for, policy_from_dict, policy_to_dict
 from amptune.policy.settings import Policy
 
-__all__ = ["Judgement", "Unjudged", "is_own_fault"]
+__all__ = ["Judgement", "Unjudged", "is_own_fault", "judged"]
 
 # Figures of a judgement that a study keeps.
 MOST_WORST = 30
-# What the run that judges knows besides, and a study does not keep.
-_LIVE = ("shortcomings", "parity")
+_BREAKS = "breaks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,9 @@ class Judgement:
     """The gate's judgement of a policy: whether it is as good as FP32, and the largest share of a limit it uses.
 
     With a share of 0 it is FP32 itself, above 1 it fails. `worst` are the figures nearest to their limits or beyond,
-    the worst first, one a module; `losses` is the policy's loss curve, `losses_fp32` that of FP32 and of its replicas.
-    `shortcomings` are why it fails, one a module, the worst first. They and `parity`, all that was compared, are empty
-    in a judgement that was read from a study; one of an earlier amptune has no figures and losses either.
+    the worst first, one a module, or what broke training; `losses` is the policy's loss curve, `losses_fp32` that of
+    FP32 and of its replicas. One that an earlier amptune stored has none of these. `parity` is all that was compared;
+    it is empty in a judgement that was read from a study.
     """
 
     policy: Policy
@@ -38,27 +38,12 @@ class Judgement:
     worst: tuple[Finding, ...] = ()
     losses: tuple[float, ...] = ()
     losses_fp32: tuple[tuple[float, ...], ...] = ()
-    shortcomings: tuple[Finding, ...] = field(default=(), compare=False)
     parity: Parity = field(default=Parity(), compare=False, repr=False)
 
-    @staticmethod
-    def of(policy: Policy, parity: Parity, tolerance: float | None = None) -> Judgement:
-        """Judges a policy. With a `tolerance`, the result of the workload's `evaluate` is held to FP32's too."""
-        figures = figures_of(parity, tolerance)
-        used = max([0.0, *(figure.times_allowed for figure in figures)])
-        shortcomings = _shortcomings(parity, figures)
-        words = "; ".join(map(str, shortcomings[:2])) or f"as good as FP32: {used:.0%} of what is allowed"
-        return Judgement(
-            policy=policy,
-            passes=not shortcomings,
-            used=used,
-            words=words,
-            worst=_one_a_module(sorted(figures, key=lambda figure: -figure.times_allowed)),
-            losses=parity.losses,
-            losses_fp32=parity.losses_fp32,
-            shortcomings=shortcomings,
-            parity=parity,
-        )
+    @property
+    def shortcomings(self) -> tuple[Finding, ...]:
+        """Why the policy fails, one finding a module: of the whole model first, then the worst first."""
+        return _beyond(self.worst)
 
     def __str__(self) -> str:
         return self.words
@@ -79,7 +64,7 @@ class Judgement:
     def from_dict(data: Mapping[str, Any]) -> Judgement:
         """Reads what `as_dict` returns. Raises an error for anything else."""
         worst = tuple(map(Finding.from_dict, data.get("worst", ())))
-        kept = {name: value for name, value in data.items() if name not in _LIVE}
+        kept = {name: value for name, value in data.items() if name != "parity"}
         read = {**kept, "policy": policy_from_dict(data["policy"]), "worst": worst}
         return adapter_for(Judgement).validate_python(read)  # type: ignore[no-any-return]
 
@@ -92,6 +77,24 @@ class Unjudged:
     because: Failure
 
 
+def judged(policy: Policy, parity: Parity, tolerance: float | None = None) -> Judgement:
+    """Returns the judgement of a policy; with a `tolerance`, the result of `evaluate` is held to FP32's too."""
+    figures = figures_of(parity, tolerance)
+    used = max([0.0, *(figure.times_allowed for figure in figures)])
+    worst = _one_a_module(figures) if parity.failure is None else (_broken(parity.failure, parity.broken),)
+    words = "; ".join(map(str, _beyond(worst)[:2]))
+    return Judgement(
+        policy=policy,
+        passes=not words,
+        used=used,
+        words=words or f"as good as FP32: {used:.0%} of what is allowed",
+        worst=worst,
+        losses=parity.losses,
+        losses_fp32=parity.losses_fp32,
+        parity=parity,
+    )
+
+
 def is_own_fault(policy: Policy, failure: Failure) -> bool:
     """Returns True if a policy is to blame for a failure, not the machine, the compiler or the gate.
 
@@ -101,22 +104,23 @@ def is_own_fault(policy: Policy, failure: Failure) -> bool:
     return failure.kind == "nonfinite" or (failure.kind in ("error", "unsupported") and policy.compile == "off")
 
 
-def _shortcomings(parity: Parity, figures: Iterable[JudgedFigure]) -> tuple[Finding, ...]:
-    """Returns why a policy is not as good as FP32, one finding a module, the worst first; empty if it passes."""
-    if parity.failure is not None:
-        module = parity.broken[0] if parity.broken else None
-        raised = "" if parity.failure.kind == "nonfinite" else "it raises what FP32 does not: "
-        return (Finding(code="breaks", message=f"{raised}{parity.failure}", module=module),)
-    exceeded = [figure for figure in figures if not figure.times_allowed <= 1]  # NaN exceeds too
-    return _one_a_module(sorted(exceeded, key=lambda figure: (figure.module is not None, -figure.times_allowed)))
+def _broken(failure: Failure, modules: Sequence[str]) -> Finding:
+    raised = "" if failure.kind == "nonfinite" else "it raises what FP32 does not: "
+    return Finding(code=_BREAKS, message=f"{raised}{failure}", module=modules[0] if modules else None)
 
 
-def _one_a_module(ranked: Iterable[JudgedFigure]) -> tuple[Finding, ...]:
-    """Returns the first figure of each module, and of each kind of figure that is of no module."""
-    first: dict[str, JudgedFigure] = {}
-    for figure in ranked:
-        first.setdefault(figure.code if figure.module is None else figure.module, figure)
-    return tuple(figure.as_finding() for figure in first.values())
+def _one_a_module(figures: Iterable[JudgedFigure]) -> tuple[Finding, ...]:
+    """Returns the worst figure of each module, and of each kind of figure that is of no module; NaN is the worst."""
+    worst: dict[str, JudgedFigure] = {}
+    for figure in sorted(figures, key=lambda one: -math.inf if math.isnan(one.times_allowed) else -one.times_allowed):
+        worst.setdefault(figure.code if figure.module is None else figure.module, figure)
+    return tuple(figure.as_finding() for figure in worst.values())
+
+
+def _beyond(worst: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Returns what is beyond its limit, no number included, of the whole model first."""
+    beyond = [one for one in worst if one.code == _BREAKS or not one.figures.get("times_allowed", 0.0) <= 1]
+    return tuple(sorted(beyond, key=lambda one: one.module is not None))
 
 
 def _short(losses: Sequence[float]) -> list[float]:

@@ -37,7 +37,6 @@ class LongLook:
     """
 
     policy: Policy
-    fp32: Policy
     name: str
     hardware: Hardware
     steps: int

@@ -86,52 +86,51 @@ def where_fp32_breaks(traces: Sequence[ModuleTrace]) -> tuple[str | None, str]:
 def findings_of(
     judgement: Judgement, cure: Cure | None, traces: Sequence[ModuleTrace], *, out_of_time: bool = False
 ) -> Iterator[Finding]:
-    """Yields a finding for each module at fault, the most suspicious first, then one about the cure."""
-    culprits = _culprits(cure, traces)
+    """Yields a finding for each module at fault, the most suspicious first, then one about the cure.
+
+    Modules at fault are those of the cure; without one the first that breaks, if any.
+    """
+    policy, of, ranked = judgement.policy, {trace.path: trace for trace in traces}, suspects(traces)
+    if cure is not None:
+        culprits = [of[path] for path in ranked if path in cure.modules]
+    else:
+        culprits = [of[path] for path in ranked[:1] if of[path].breaks_forward or of[path].breaks_backward]
     for culprit in culprits:
-        yield _where(culprit, judgement.policy)
+        yield _where(culprit, policy)
     if not culprits and judgement.parity.broken:  # a step that raises an error leaves no traces
-        yield replace(judgement.shortcomings[0], figures=_figures(judgement.policy))
-    yield _unsound(judgement, out_of_time=out_of_time) if cure is None else _cure(judgement, cure)
+        yield replace(judgement.shortcomings[0], figures=_figures(policy))
+    if cure is None:
+        message = _unsound(judgement, out_of_time=out_of_time)
+        yield Finding(code="unsound", message=message, figures=_figures(policy))
+    else:
+        rules = [str(rule) for rule in cure.rules]
+        figures = {"modules": list(cure.modules), "rules": rules, "judgements": cure.judgements}
+        yield Finding(code="cure", message=_cured(judgement, cure), figures={**_figures(policy), **figures})
     yield from yardstick_findings(judgement)
 
 
-def _culprits(cure: Cure | None, traces: Sequence[ModuleTrace]) -> list[ModuleTrace]:
-    """Returns the modules of the cure, the most suspicious first; without a cure the first that breaks, if any."""
-    of = {trace.path: trace for trace in traces}
-    ranked = suspects(traces)
-    if cure is not None:
-        return [of[path] for path in ranked if path in cure.modules]
-    return [of[path] for path in ranked[:1] if of[path].breaks_forward or of[path].breaks_backward]
-
-
-def _cure(judgement: Judgement, cure: Cure) -> Finding:
-    policy, rules = judgement.policy, [str(rule) for rule in cure.rules]
-    named = " + ".join(rules)
+def _cured(judgement: Judgement, cure: Cure) -> str:
     left = ", and no module of these can be left out" if len(cure.modules) > 1 else ""
-    see = f"to see it: {line_to_look(judgement)}"
     left = left if cure.minimal else " (perhaps fewer would do: there was no time to find out)"
-    return Finding(
-        code="cure",
-        message=f"{_named(policy)} is not as good as FP32 ({judgement}); with {named} in FP32 it is{left}; {see}",
-        figures={**_figures(policy), "modules": list(cure.modules), "rules": rules, "judgements": cure.judgements},
+    with_rules = f"with {' + '.join(map(str, cure.rules))} in FP32 it is{left}"
+    return (
+        f"{_named(judgement.policy)} is not as good as FP32 ({judgement}); {with_rules}; "
+        f"to see it: {line_to_look(judgement)}"
     )
 
 
-def _unsound(judgement: Judgement, *, out_of_time: bool) -> Finding:
+def _unsound(judgement: Judgement, *, out_of_time: bool) -> str:
     policy, failure = judgement.policy, judgement.parity.failure
     if failure is not None and failure.in_update:
-        message = f"{_named(policy)} cannot be used with this step ({judgement}); {_IN_UPDATE}"
-        message += ", or use bf16 or FP32, which need no loss scaler" if policy.autocast == "fp16" else ""
-        return Finding(code="unsound", message=message, figures=_figures(policy))
+        scaler = ", or use bf16 or FP32, which need no loss scaler" if policy.autocast == "fp16" else ""
+        return f"{_named(policy)} cannot be used with this step ({judgement}); {_IN_UPDATE}{scaler}"
     why = (
         "there was no time to find the modules behind it; give more with --budget"
         if out_of_time
         else "no modules in FP32 cure that, so it begins outside of them: in the loss function, or in the model's own "
         "forward; compute that part under torch.autocast(device_type, enabled=False), its inputs cast with .float()"
     )
-    message = f"{_named(policy)} is not as good as FP32 ({judgement}); {why}; to see it: {line_to_look(judgement)}"
-    return Finding(code="unsound", message=message, figures=_figures(policy))
+    return f"{_named(policy)} is not as good as FP32 ({judgement}); {why}; to see it: {line_to_look(judgement)}"
 
 
 def _named(policy: Policy) -> str:
