@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from amptune.errors import ObjectiveError, StudyError
 from amptune.policy.serialization import finite, in_one_line, text
 from amptune.search.sampler.optuna_trials import trial_from
-from amptune.search.sampler.records import READERS
+from amptune.search.sampler.records import KINDS, from_plain
 
 __all__ = ["JOURNAL", "NO_RECORD", "first_broken", "journal_storage"]
 
@@ -109,7 +109,9 @@ def first_broken(folder: Path) -> StudyError | None:
         journal_storage(folder)
         for record in journal.read_logs(0):
             for name, value in record.get("user_attr", {}).items():
-                READERS.get(name.partition(" ")[0], str)(value)
+                kind = KINDS.get(name.partition(" ")[0])
+                if kind is not None:
+                    from_plain(kind, value)
             if record["op_code"] == _CREATE_TRIAL and record.get("state") == TrialState.COMPLETE:
                 trial_from(record["user_attrs"])
                 finite(record["value"])
