@@ -56,7 +56,7 @@ def trial_of(policy: Policy, study: Study, outcome: Outcome | None = None) -> Tr
     return Trial(number=len(study.trials), policy=policy, outcome=outcome, seconds=1.0, run=study.run)
 
 
-def plain(where: Path) -> optuna.Study:
+def plain(where: Path | str) -> optuna.Study:
     return optuna.load_study(study_name="study", storage=storage_at(where))
 
 
@@ -273,10 +273,14 @@ def test_the_policies_of_another_space_are_adopted_and_trials_stay(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["alive", "worker"])
-def test_a_study_that_another_version_wrote_is_a_clear_error(kind: str, tmp_path: Path) -> None:
-    study = opened(tmp_path)
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_study_that_another_version_wrote_is_a_clear_error(kind: str, is_folder: bool, tmp_path: Path) -> None:
+    where = tmp_path if is_folder else f"sqlite:///{tmp_path / 'study.db'}"
+    study = opened(where)
     study.tell(trial_of(STOCK, study))
-    plain(tmp_path).set_user_attr(f"{kind} name", 3)
+    plain(where).set_user_attr(f"{kind} name", 3)
     reads = recall if kind == "alive" else (lambda where: opened(where).elsewhere)
-    with pytest.raises(StudyError, match=r"another version of amptune wrote it: .*; choose another with --study|:\d+:"):
-        reads(tmp_path)
+    with pytest.raises(
+        StudyError, match=r"another version of amptune wrote.*choose another( study)? with --study|:\d+: "
+    ):
+        reads(where)

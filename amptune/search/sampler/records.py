@@ -26,6 +26,7 @@ __all__ = [
     "TuningRecord",
     "WorkerRecord",
     "from_plain",
+    "kind_of",
     "to_plain",
     "without_password",
 ]
@@ -172,6 +173,14 @@ KINDS: dict[str, Any] = {
     "findings": tuple[Finding, ...],
     "worker": WorkerRecord,
 }
+
+
+def kind_of(attribute: str) -> Any:
+    """Returns the kind of record that an attribute of a study is. Raises `ValueError` if it is none of this version."""
+    word = attribute.partition(" ")[0]
+    if word not in KINDS:
+        raise ValueError(f"another version of amptune wrote {attribute!r:.60}")
+    return KINDS[word]
 
 
 def to_plain(kind: Any, record: Any) -> Any:

@@ -20,7 +20,15 @@ from amptune.search.sampler.backend import SQLITE, attributes_of, experimental, 
 from amptune.search.sampler.claims import Claims
 from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.optuna_trials import distributions_of, finished, trial_from
-from amptune.search.sampler.records import KINDS, StudyRecord, TuningRecord, from_plain, to_plain, without_password
+from amptune.search.sampler.records import (
+    KINDS,
+    StudyRecord,
+    TuningRecord,
+    from_plain,
+    kind_of,
+    to_plain,
+    without_password,
+)
 from amptune.search.space.knobs import Point, Space
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
@@ -165,13 +173,12 @@ def _trials_in(study: optuna.Study, besides: Collection[int | str] = ()) -> list
 
 
 def _records_in(study: optuna.Study, kind: str, besides: Collection[int | str] = ()) -> dict[str, Any]:
-    """Returns the records of a kind by their names. Raises `KeyError` if the study has any of a kind not known here."""
+    """Returns the records of a kind by their names. Raises `ValueError` if another version wrote any."""
     found = {}
     for key, value in attributes_of(study).items():
-        its_kind, _, name = key.partition(" ")
-        reader = KINDS[its_kind]
-        if its_kind == kind and name not in besides:
-            found[name] = from_plain(reader, value)
+        name = key.partition(" ")[2]
+        if kind_of(key) is KINDS[kind] and name not in besides:
+            found[name] = from_plain(KINDS[kind], value)
     return found
 
 
