@@ -98,7 +98,7 @@ class Stages:
 
     def put_first(self) -> None:
         """Has the known-good policies measured first; those that compile in the background come by themselves."""
-        first, study = self.known.candidates.first, self.known.study
+        first, study = (self.known.candidates.baseline, *self.known.candidates.starts), self.known.study
         if self._modules.are_open:
             first = tuple(policy for policy in first if not policy.fp32_modules)
             study.leave_out(lambda policy: any(not rule.is_needed for rule in policy.fp32_modules))
