@@ -53,10 +53,10 @@ def candidates(
     return candidates_for(prepared, wanted, Ladder(half=half) if half else None)
 
 
-def starts(space: str, *pins: tuple[str, str], sizes: tuple[int, ...] = (), **model: Any) -> tuple[Policy, ...]:
+def starts(space: str, sizes: tuple[int, ...] = (), **model: Any) -> tuple[Policy, ...]:
     prepared = RecordedEvaluator("resnet50").prepare(1.0)
     prepared = replace(prepared, subject=replace(prepared.subject, **model))
-    wanted = Wanted(baseline=STOCK, space=space, pins=dict(pins), batch_size="auto" if sizes else None)
+    wanted = Wanted(baseline=STOCK, space=space, pins={}, batch_size="auto" if sizes else None)
     return candidates_for(prepared, wanted, sizes=sizes).starts
 
 
@@ -233,7 +233,7 @@ def test_tensor_cores_get_both_graphs_of_one_dtype_first_whatever_the_model_read
 
 
 def test_blocks_come_behind_both_whole_graphs_and_the_other_dtype_behind_them() -> None:
-    repeated = {"repeated_leaves": 4, "leaves": RecordedEvaluator("resnet50").prepare(1.0).subject.leaves}
+    repeated: dict[str, Any] = {"repeated_leaves": 4, "leaves": RecordedEvaluator("resnet50").prepare(1.0).subject.leaves}
     compiled = [policy for policy in starts("hopper", **TEXT, **repeated) if policy.compile != "off"]
     assert [(policy.autocast, policy.compile) for policy in compiled[:5]] == [
         ("bf16", "reduce-overhead"),
