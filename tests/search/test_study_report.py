@@ -48,12 +48,12 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
         tmp_path, machine.clock, trials=4, baseline=amp_recipe("bf16"), pins={"autocast": "bf16"}, batch_size=128,
         global_batch=whole, devices=2, compile=False, memory_mib=61440.0,
     )  # fmt: skip
-    tune_with(machine, replace(request, device="cuda:1", objective=Objective(steps=100)), lambda _: None)
+    tune_with(machine, replace(request, device="cuda:1"), lambda _: None)
     record = recall(tmp_path)
     assert command_of(study_report_of(record, record.last.objective)) == (
         "amptune tune recorded --baseline amp-bf16 --batch-size 128 --global-batch 512 --devices 2 "
         "--max-memory 61440MiB --device cuda:1 --no-compile --set autocast=bf16 "
-        f"--objective throughput --steps 100 --study {tmp_path}"
+        f"--objective throughput --study {tmp_path}"
     )
 
 

@@ -15,7 +15,6 @@ from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.ablation import Ablated, ablated
 from amptune.search.table.contenders import Contender
 from amptune.search.table.gains import counted, gain_in_words, goal_of
-from amptune.search.table.late_start import late_starts
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import chance_in_words
 from amptune.search.table.trial import Trial
@@ -154,11 +153,9 @@ def _command(record: StudyRecord, objective: Objective, where: str | None) -> st
     last, share = record.last, objective.least_speed
     if last.target is None:
         least = f", least_speed={share:g}" if objective.needs_speed and share != 1 else ""
-        least += "" if objective.steps is None else f", steps={objective.steps}"
         study = "" if where is None else f', study="{where}"'
         return f'amptune.tune(workload, objective="{objective.name}"{least}{study})'
     least = f" --least-speed {share:g}" if objective.needs_speed and share != 1 else ""
-    least += "" if objective.steps is None else f" --steps {objective.steps}"
     return (
         shlex.join(["amptune", "tune", last.target, *last.options, "--objective", objective.name])
         + least
@@ -172,11 +169,10 @@ def study_report_of(record: StudyRecord, objective: Objective) -> StudyReport:
 
     Raises `StudyError` if the baseline was not measured, `ObjectiveError` if the study lacks the objective's figure.
     """
-    judgements, late = record.judgements, late_starts(record.table, record.last.baseline, objective.steps)
+    judgements = record.judgements
 
     def bar(policy: Policy) -> str | None:
-        barred = judgements.bar(policy, is_outside=policy in record.outside)
-        return barred or (str(late[policy]) if policy in late else None)
+        return judgements.bar(policy, is_outside=policy in record.outside)
 
     verdict = verdict_of(record.table, record.last.baseline, record.machine, objective, bar)
     if verdict is None:

@@ -59,7 +59,6 @@ class TuningRecord:
             "baseline": policy_to_dict(self.baseline),
             "objective": self.objective.name,
             "least_speed": self.objective.least_speed,
-            "steps": self.objective.steps,
             "options": list(self.options),
             "arguments": list(self.arguments),
             "software": dict(self.software),
@@ -71,7 +70,7 @@ class TuningRecord:
         read = {
             **{name: data[name] for name in (*_AS_THEY_ARE, "options", "arguments")},
             "baseline": policy_from_dict(data["baseline"]),
-            "objective": Objective(data["objective"], data["least_speed"], data.get("steps")),
+            "objective": Objective(data["objective"], data["least_speed"]),
             "software": tuple(data["software"].items()),
             "valid_for": tuple(data["valid_for"].items()),
         }
