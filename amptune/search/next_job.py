@@ -178,8 +178,7 @@ def _round(state: State, at: Durations) -> Job | None:
         state.bar,
         beside=[one.policy for one in recipes][:1],
         running=state.running,
-        fresh_s=lambda some: at.round_s(some, fresh=True) - sum(map(at.turn_s, some)),
-        cost_s=at.turn_s,
+        seconds=at.round_s,
         left_s=state.left_s,
     )
     if chosen is None:
