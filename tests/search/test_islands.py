@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from simulated.recorded import H200, RecordedEvaluator
 
 from amptune.measure.results.half_effects import Island, Sensitivity
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.policy.serialization import adapter_for
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.islands import LEAST_SHARE, islands_finding, islands_refinement
 from amptune.search.space.space_file import load_space

@@ -86,13 +86,13 @@ class _Site(NamedTuple):
     where: str
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
     """Sees every operation below autograd and autocast, in the forward and in the backward pass."""
 
     supports_higher_order_operators = True
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._backend = torch._C._dispatch_key_for_device(device.type)
         self._kernels = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._backend))
@@ -147,10 +147,10 @@ class _Watch(TorchDispatchMode):
 
         An autograd node is made just before its operation runs, so that the last number given is the node's.
         """
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         module, where = (None, "") if node is None else self._site_of(node._sequence_nr())
         site = _Site(self._paths[-1] if self._paths else module, _place() or where)
-        number = torch.autograd._get_sequence_nr() - 1
+        number = torch._C._autograd._get_sequence_nr() - 1
         if number not in self._sites:
             insort(self._numbers, number)
             self._sites[number] = site
