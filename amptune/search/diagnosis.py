@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.results.half_effects import Half
 from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
 from amptune.measure.results.outcome import Effort, Failure
 from amptune.measure.results.step_profile import StepProfile
@@ -26,6 +27,7 @@ from amptune.search.gate.repair import Cure
 from amptune.search.measuring import turn_of
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of, workers_log
+from amptune.search.space.islands import islands_finding
 from amptune.search.table.trial import error_of_baseline
 from amptune.search.verification import DISTURBANCES
 from amptune.workload.workload import Workload
@@ -104,7 +106,7 @@ class _Examination:
         numerics = tuple(self._numerics(prepared))
         profiles, slow = self._speed(prepared)
         disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
-        slow = (*disturbances, *slow, *self._input(numerics, outcome.mean_ms))
+        slow = (*disturbances, *slow, *self._islands(prepared), *self._input(numerics, outcome.mean_ms))
         findings = (*prepared.noticed, *_in_order(numerics), *slow)
         return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
 
@@ -210,6 +212,13 @@ class _Examination:
         profile = self.evaluator.profile(policy, self._left_s)
         return f"the step could not be profiled: {profile}" if isinstance(profile, Failure) else profile
 
+    def _islands(self, prepared: Prepared) -> Iterator[Finding]:
+        """Yields where the model keeps products in FP32 under autocast, if there is time to look."""
+        if (dtypes := _half_dtypes(prepared)) and self.budget.left_s > 0:
+            sensed = self.evaluator.sense(STOCK, dtypes[:1], self._left_s)
+            finding = None if isinstance(sensed, Failure) else islands_finding(sensed)
+            yield from () if finding is None else (finding,)
+
     def _input(self, numerics: Sequence[DtypeDiagnosis], step_ms: float) -> Iterator[Finding]:
         """Yields whether the user's loop waits for its data, if there is time to look; a step takes about `step_ms`."""
         if self.budget.left_s <= 0:
@@ -225,16 +234,18 @@ class _Examination:
 
 
 def _recipes(prepared: Prepared) -> tuple[Policy, ...]:
-    """Returns the AMP recipe in the dtypes that this machine has, bf16 first; none for a model in float64.
+    return tuple(map(amp_recipe, _half_dtypes(prepared)))
+
+
+def _half_dtypes(prepared: Prepared) -> tuple[Half, ...]:
+    """Returns the dtypes for autocast that this machine has, bf16 first; none for a model in float64.
 
     Any CPU computes both, if slowly.
     """
     if not prepared.subject.castable:
         return ()
-    hardware = prepared.hardware
-    bf16 = hardware.gpu is None or hardware.gpu.bf16
-    dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
-    return tuple(amp_recipe(dtype) for dtype in dtypes)
+    gpu = prepared.hardware.gpu
+    return ("bf16", "fp16") if gpu is None or gpu.bf16 else ("fp16",)
 
 
 def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:

@@ -106,7 +106,9 @@ class Candidates:
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in idle}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
-        point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
+        # FP32 products of the model's own (islands.py) want TF32 as those of an excluded module do.
+        is_for_islands = policy.autocast != "off" and policy.fp32_math == "tf32"
+        point |= {EXCLUSIONS: len(faster) or int(is_for_islands), IN_HALF: bool(policy.half_modules)}
         for name in settings.keys() & self.in_words.keys():
             point[name] = next((word for word, its in self.in_words[name].items() if its == getattr(policy, name)), "")
         if reason_against(point, self.space.forbid) is not None:
