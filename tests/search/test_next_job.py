@@ -10,7 +10,7 @@ from states import job_after, prepared, state_of, trial_of
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.gate.judgement import Judgement
+from amptune.search.gate.judgement import judged
 from amptune.search.gate.judgements import Judgements
 from amptune.search.job import Answer
 from amptune.search.next_job import next_job
@@ -24,7 +24,7 @@ CANNOT_RECORD = Failure(kind="unsupported", message="random numbers come from th
 
 
 def sound(*policies: Policy) -> Judgements:
-    return Judgements(STOCK).also(*(Judgement.of(policy, Parity(), None) for policy in policies))
+    return Judgements(STOCK).also(*(judged(policy, Parity()) for policy in policies))
 
 
 def without_graphs(state: State) -> State:
