@@ -17,7 +17,7 @@ from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.catalog import Catalog, History
 from amptune.search.sampler.proposals import optimistic, proposals
-from amptune.search.space.knobs import with_knob
+from amptune.search.space.knobs import with_choices
 from amptune.search.table.objective import THROUGHPUT
 from amptune.search.table.trial import Trial
 
@@ -119,7 +119,7 @@ def test_nothing_is_optimistic_before_two_scores_are_known_or_outside_the_space(
 
 def test_batches_no_smaller_than_one_that_ran_out_of_memory_are_not_proposed() -> None:
     known = candidates(compile="off", cudnn_benchmark="false", fused_optimizer="false", fp32_exclusions="0")
-    sized = Catalog(with_knob(known.space, "batch_size", (32, 64, 128), stock=32), known.policy_of)
+    sized = Catalog(with_choices(known.space, "batch_size", (32, 64, 128), 32), known.policy_of)
     larger = replace(STOCK, batch_size=64)
     trial = Trial(number=0, policy=larger, outcome=OOM, seconds=1.0)
     tried = History(sized, (trial,), THROUGHPUT, STOCK)

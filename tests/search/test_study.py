@@ -28,7 +28,7 @@ from amptune.search.sampler.claims import GONE_S
 from amptune.search.sampler.storage import recall
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.knobs import points, with_knob
+from amptune.search.space.knobs import points, with_choices
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
 
@@ -265,7 +265,7 @@ def test_a_storage_that_fails_is_remembered_and_loses_no_more_than_its_record(
 def test_the_policies_of_another_space_are_adopted_and_trials_stay(tmp_path: Path) -> None:
     known, study = candidates(), opened(tmp_path)
     study.tell(trial_of(STOCK, study))
-    space = with_knob(known.space, "batch_size", (32, 64), stock=32)
+    space = with_choices(known.space, "batch_size", (32, 64), 32)
     study.adopt(space, known.policy_of, lambda policy: policy.batch_size != 64)
     assert {policy.batch_size for policy in study.history.catalog.policies} == {32}
     assert STOCK in study.history.latest
