@@ -14,7 +14,7 @@ from amptune.measure.results.half_effects import Island, Sensitivity
 from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.space.islands import LEAST_SHARE, islands_finding, islands_refinement
+from amptune.search.space.islands import WORTH_TRYING, islands_finding, islands_refinement
 from amptune.search.space.space_file import load_space
 
 HOPPER, CPU = load_space("hopper"), load_space("cpu")
@@ -83,15 +83,15 @@ def test_the_finding_names_the_places_and_what_tf32_makes_of_them() -> None:
     assert found is not None
     assert (found.code, found.module) == ("fp32-islands", "encoder.attn")
     assert found.message == (
-        "12% of a step under autocast are FP32 products, which autocast does not reach, in encoder.attn "
-        "(model.py:88); they take 1.2 ms, and 0.4 ms with TF32 (fp32_math: tf32)"
+        "FP32 matrix products and convolutions take 12% of a step under autocast, in encoder.attn (model.py:88): "
+        "1.2 ms, or 0.4 ms in TF32 (fp32_math: tf32)"
     )
-    many = islands_finding(sensed(*(island(0.1 * n, None, None if n == 5 else f"{n}", "") for n in range(1, 6))))
+    many = islands_finding(sensed(*(island(n / 10, None, None if n == 5 else f"layers.{n}", "") for n in range(1, 6))))
     assert many is not None
     assert many.module is None
     assert many.message == (
-        "15% of a step under autocast are FP32 products, which autocast does not reach, in code outside the model, 4, "
-        "3 and 2 more places; they are faster in half precision, if the code there lets autocast in"
+        "FP32 matrix products and convolutions take 15% of a step under autocast, in code outside the model, "
+        "layers.4, layers.3 and 2 more places: 1.5 ms; half precision is faster, if the code there lets autocast in"
     )
     assert [one["ms"] for one in many.figures["islands"]] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
 
@@ -100,7 +100,7 @@ def test_the_finding_names_the_places_and_what_tf32_makes_of_them() -> None:
 def test_islands_are_told_of_from_a_share_on_and_survive_being_written_down(islands: list[Island]) -> None:
     found = sensed(*islands)
     share = sum(one.share for one in islands)
-    assert (islands_finding(found) is not None) == (share >= LEAST_SHARE)
+    assert (islands_finding(found) is not None) == (share >= WORTH_TRYING)
     assert adapter_for(Sensitivity).validate_python(asdict(found)) == found
 
 

@@ -1,7 +1,8 @@
 """FP32 islands: the matrix products and convolutions of a training step that stay in FP32 under autocast.
 
-A model makes them by `torch.autocast(…, enabled=False)`, by FP32 tensors in a backward pass of its own (which autocast
-does not reach), or by an optimizer that multiplies matrices. Each is timed again by itself, once for each shape.
+A model makes them by `torch.autocast(…, enabled=False)` or by FP32 tensors in a backward pass of its own, an optimizer
+by multiplying matrices, and PyTorch by attention that no fused kernel computes. Each is timed again by itself, once for
+each shape.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amptune.changes.flags import set_fp32_math
 from amptune.changes.tensor_tree import map_tensors, tensors_in
+from amptune.hardware.generations import generation_of
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import finish
-from amptune.measure.modules.replay import later_ms
+from amptune.measure.modules.replay import TIMED_RUNS, later_ms
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, Island
 from amptune.policy.settings import Policy
@@ -34,14 +36,9 @@ from amptune.workload.user_errors import is_the_users
 
 __all__ = ["find_islands"]
 
-# A product of each shape is timed this often in each FP32 math.
-TIMED_RUNS = 3
-# The compute capability of Ampere, the first to have it (docs.nvidia.com, CUDA C++ Programming Guide, "Compute 8.x").
-TF32_SINCE = (8, 0)
-
 _aten = torch.ops.aten
 # RNNs are left out: stock PyTorch runs cuDNN's in TF32 already.
-_PRODUCTS = frozenset(
+_WATCHED = frozenset(
     (
         _aten.mm,
         _aten.addmm,
@@ -59,7 +56,7 @@ _PRODUCTS = frozenset(
 )
 
 _TORCH = Path(torch.__file__).resolve().parent
-_LIBRARIES = tuple({Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")})
+_SITE_PACKAGES = tuple({Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")})
 # Frames above this one belong to the code that called `backward`, not to the operation that runs.
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
@@ -96,7 +93,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         self._device = device
         self._backend = torch._C._dispatch_key_for_device(device.type)
         self._kernels = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, self._backend))
-        has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_SINCE
+        has_tf32 = device.type == "cuda" and generation_of(torch.cuda.get_device_capability(device)).tf32
         self._maths = ("stock", "tf32") if has_tf32 else ("stock",)
         self._paths: list[str] = []
         self._sites: dict[int, _Site] = {}  # of autograd nodes, by their sequence numbers
@@ -127,7 +124,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         site = self._site()
         if self._is_island(func, args, kwargs):
             self._note(site, func, args, kwargs)
-        elif func.overloadpacket not in _PRODUCTS:
+        elif func.overloadpacket not in _WATCHED:
             with self:  # as a mode does not see into what it calls
                 if self._is_custom(func, args, kwargs):
                     return func.redispatch(self._kernels, *args, **kwargs)
@@ -162,7 +159,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
         return self._sites[self._numbers[place]] if place < len(self._numbers) else _Site(None, "")
 
     def _is_island(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if func.overloadpacket not in _PRODUCTS:
+        if func.overloadpacket not in _WATCHED:
             return False
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         return all(
@@ -234,6 +231,6 @@ def _shown(filename: str) -> str | None:
         return str(path.relative_to(here) if path.is_relative_to(here) else path)
     if path.is_relative_to(_TORCH):
         return None
-    library = next((one for one in _LIBRARIES if path.is_relative_to(one)), None)
+    library = next((one for one in _SITE_PACKAGES if path.is_relative_to(one)), None)
     own = "" if library is None else str(path.relative_to(library))
     return None if not own or own.startswith("amptune") else own

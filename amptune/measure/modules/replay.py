@@ -14,8 +14,10 @@ from torch import nn
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.clocks import hold_device
 
-__all__ = ["Call", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
+__all__ = ["TIMED_RUNS", "Call", "Replay", "floating_in", "kept_as_it_is", "later_ms", "versions_of"]
 
+# Modules of one type and shape share their times, and so do products: this many runs of them are timed in total.
+TIMED_RUNS = 3
 # The device is held this long: more than the host needs to enqueue one module's passes.
 HOLD_MS = 1.0
 

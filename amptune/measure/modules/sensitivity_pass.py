@@ -20,7 +20,7 @@ from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import finish
 from amptune.measure.modules.fp32_islands import find_islands
-from amptune.measure.modules.replay import Call, Replay, floating_in, kept_as_it_is, later_ms, versions_of
+from amptune.measure.modules.replay import TIMED_RUNS, Call, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, Island, ModuleSensitivity, Sensitivity, Stream
@@ -30,8 +30,6 @@ from amptune.runtime.tuned import AUTOCAST_DTYPES
 
 __all__ = ["sense"]
 
-# Modules of one type and shape share their times: this many runs of them are timed in total.
-TIMED_RUNS = 3
 # A cast of this many numbers measures the cost of casts per byte.
 CAST_NUMEL = 2**24
 FP32_BYTES = torch.float32.itemsize

@@ -12,10 +12,10 @@ from amptune.policy.knobs.knob import is_in
 from amptune.policy.settings import Policy
 from amptune.search.space.knobs import Space
 
-__all__ = ["islands_finding", "islands_refinement"]
+__all__ = ["WORTH_TRYING", "islands_finding", "islands_refinement"]
 
-# Islands that take less of a step are not told of, and TF32 is not tried if it saves less.
-LEAST_SHARE = 0.02
+# A refinement of the leader has to save this share of its step; islands that take less of a step are not told of.
+WORTH_TRYING = 0.02
 
 
 def islands_refinement(
@@ -34,26 +34,27 @@ def islands_refinement(
         share = sum(island.share * ms / island.ms for island, ms in saved)
     else:
         share = sum(ms for _, ms in saved) / step_ms
-    return replace(leader, fp32_math="tf32") if share >= LEAST_SHARE else None
+    return replace(leader, fp32_math="tf32") if share >= WORTH_TRYING else None
 
 
 def islands_finding(sensed: Sensitivity) -> Finding | None:
     """Returns the finding `fp32-islands`; None if FP32 products take too little of a step under autocast."""
     islands = sorted(sensed.islands, key=lambda island: -island.ms)
     share, ms = sum(island.share for island in islands), sum(island.ms for island in islands)
-    if share < LEAST_SHARE:
+    if share < WORTH_TRYING:
         return None
-    tf32_ms = None if any(one.tf32_ms is None for one in islands) else sum(one.tf32_ms or 0.0 for one in islands)
+    in_tf32_ms = [one.tf32_ms for one in islands if one.tf32_ms is not None]
+    tf32_ms = sum(in_tf32_ms) if in_tf32_ms else None
     first = islands[0]
     remedy = (
-        "they are faster in half precision, if the code there lets autocast in"
+        "; half precision is faster, if the code there lets autocast in"
         if tf32_ms is None
-        else f"they take {ms:.3g} ms, and {tf32_ms:.3g} ms with TF32 (fp32_math: tf32)"
+        else f", or {tf32_ms:.3g} ms in TF32 (fp32_math: tf32)"
     )
     return Finding(
         code="fp32-islands",
-        message=f"{share:.0%} of a step under autocast are FP32 products, which autocast does not reach, "
-        f"{_places(islands)}; {remedy}",
+        message=f"FP32 matrix products and convolutions take {share:.0%} of a step under autocast, "
+        f"{_places(islands)}: {ms:.3g} ms{remedy}",
         module=first.module if first.module and first.ms >= MOST * ms else None,
         figures={"share": share, "ms": ms, "tf32_ms": tf32_ms, "islands": [asdict(one) for one in islands[:LISTED]]},
     )

@@ -10,8 +10,9 @@ from benches import Called, workload_of
 from test_fp32_islands import place_of
 from torch import nn
 
+from amptune.hardware.generations import generation_of
 from amptune.measure.bench.bench import Bench
-from amptune.measure.modules.fp32_islands import TF32_SINCE, find_islands
+from amptune.measure.modules.fp32_islands import find_islands
 from amptune.policy.settings import STOCK
 
 pytestmark = [
@@ -42,7 +43,7 @@ def test_both_passes_of_an_island_are_found_and_tf32_makes_products_faster() -> 
     assert set(found) == {"1.0.0", "1.0.1.convolution"}
     island = found["1.0.0"]
     assert island.where == place_of(multiplied, "@")
-    if torch.cuda.get_device_capability() >= TF32_SINCE:
+    if generation_of(torch.cuda.get_device_capability()).tf32:
         assert island.tf32_ms is not None
         assert island.tf32_ms < island.ms / 2
     else:
