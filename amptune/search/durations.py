@@ -36,7 +36,8 @@ CACHED_GRAPH, JUDGED_GRAPH = 0.1, 1.3
 # on the host of an H200, one 6 s.
 BESIDE = 0.2
 # Timing every module takes about this long for each: 3.6 s for 1,000 modules (reports/numerics/h200/sensing.txt).
-MODULE_S = 0.004
+# What is looked at besides takes some steps, and a while.
+MODULE_S, SENSED_STEPS, SENSE_S = 0.004, 4, 2.0
 # A cure takes as many judgements.
 CURE_JUDGEMENTS = 10
 # The comparison is left this share of the time after the workload was built: with a quarter, simulated tunings of 120 s
@@ -125,8 +126,9 @@ class Durations:
 
     @property
     def sense_s(self) -> float:
-        """The seconds to time the modules in one memory format."""
-        return 1.0 + MODULE_S * len(self.state.prepared.subject.leaves)
+        """The seconds to time the modules in one memory format, and to look for FP32 products in some steps."""
+        steps_s = SENSED_STEPS * (self.state.step_ms(self.state.baseline) or 0.0) / 1000
+        return SENSE_S + steps_s + MODULE_S * len(self.state.prepared.subject.leaves)
 
     def turn_s(self, policy: Policy) -> float:
         """Returns the seconds of a turn of the user's loop, which has more steps than a trial."""

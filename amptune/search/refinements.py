@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from amptune.policy.settings import Fp32Math, Policy
-from amptune.search.space.islands import islands_refinement
+from amptune.search.space.islands import WORTH_TRYING, islands_refinement
 from amptune.search.space.knobs import EXCLUSIONS, IN_HALF
 from amptune.search.state import State
 
 __all__ = ["modules_to_time", "refinements_of", "sensed_as"]
 
-# A refinement has to buy this share of the leader's step.
-WORTH = 0.02
 
 
 def sensed_as(state: State, memory_format: str) -> tuple[str, Policy]:
@@ -27,10 +25,10 @@ def sensed_as(state: State, memory_format: str) -> tuple[str, Policy]:
 def modules_to_time(state: State) -> Policy | None:
     """Returns the policy to time the modules under; None if that is done, or the leader is in FP32."""
     space, leader = state.candidates.space, state.leader
-    is_open = any(map(bool, space.choices(EXCLUSIONS))) or True in space.choices(IN_HALF)
+    name, policy = sensed_as(state, leader.memory_format)
+    is_open = any(map(bool, (*space.choices(EXCLUSIONS), *space.choices(IN_HALF)))) or policy.fp32_math == "tf32"
     if leader.autocast == "off" or not is_open or not state.prepared.subject.leaves:
         return None
-    name, policy = sensed_as(state, leader.memory_format)
     return None if name in state.sensed else policy
 
 
@@ -47,14 +45,19 @@ def refinements_of(state: State) -> Iterator[Policy]:
     needed = tuple(rule for rule in leader.fp32_modules if rule.is_needed)
     if not any(not rule.is_needed for rule in leader.fp32_modules):
         for depth in sorted(depths, key=lambda depth: -saves_ms[depth]):
-            if saves_ms[depth] >= WORTH * step_ms:
+            if saves_ms[depth] >= WORTH_TRYING * step_ms:
                 rules = tuple(dict.fromkeys([*needed, *ladder.rules(depth, dtype, layout)]))
                 yield replace(leader, fp32_modules=rules, fp32_math=timed_under.fp32_math)
     if ladder.half and not leader.half_modules and True in state.candidates.space.choices(IN_HALF):
-        if ladder.half_saves.get((dtype, layout), 0.0) >= WORTH * step_ms:
+        if ladder.half_saves.get((dtype, layout), 0.0) >= WORTH_TRYING * step_ms:
             yield replace(leader, half_modules=ladder.half)
     if (sensed := state.sensed.get(name)) is not None:
+        is_own_batch = leader.batch_size in (None, state.prepared.subject.batch_size)
         of_islands = islands_refinement(
-            leader, sensed, state.candidates.space, state.prepared.hardware, step_ms=step_ms
+            leader,
+            sensed,
+            state.candidates.space,
+            state.prepared.hardware,
+            step_ms=step_ms if is_own_batch else None,
         )
         yield from () if of_islands is None else (of_islands,)
