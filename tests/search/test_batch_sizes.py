@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from measurements import took
@@ -116,13 +116,13 @@ def sizes_of(
     limit_mib: float | None = 140_000.0,
     whole: GlobalBatch | None = None,
     *,
-    device: str | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
     left_s: float = 1000.0,
     **facts: Any,
 ) -> tuple[BatchSizes, Counted]:
-    prepared = replace(RecordedEvaluator("resnet50").prepare(1.0), memory_mib=limit_mib, **facts)
-    if device is not None:
-        prepared = replace(prepared, hardware=replace(prepared.hardware, device=device))
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    hardware = replace(prepared.hardware, device=device)
+    prepared = replace(prepared, hardware=hardware, memory_mib=limit_mib, **facts)
     runner = Counted(limit_mib or math.inf)
     return batch_sizes_for(runner, amp_recipe("bf16"), prepared, whole, left_s=lambda: left_s), runner
 
