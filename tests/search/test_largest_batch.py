@@ -164,15 +164,25 @@ def test_on_recorded_models_the_answer_is_within_5_percent_with_one_out_of_memor
     assert found.ooms <= 1
 
 
-def test_a_flat_start_whose_peaks_are_in_the_optimizer_step_misleads_for_one_run_only() -> None:
-    def peak(n: int) -> float:
-        return max(20_000.0, 10_000 + 110.0 * n)
+def test_small_batches_whose_peak_is_in_the_optimizer_step_mislead_little() -> None:
+    """Their peaks are equal, and a line through them says that samples take nothing."""
+    shares = []
+    for flat_mib in (5_000.0, 20_000.0, 60_000.0):
+        for each_mib in (20.0, 60.0, 110.0, 200.0, 400.0):
 
-    def run(n: int) -> Outcome:
-        return measurement(peak(n), peak(n)) if peak(n) <= LIMIT_MIB else OOM
+            def run(n: int, flat_mib: float = flat_mib, each_mib: float = each_mib) -> Outcome:
+                mib = max(flat_mib, 3000 + each_mib * n)
+                return measurement(mib, mib) if mib <= LIMIT_MIB else OOM
 
-    found = found_with(run, 32, weights_mib=9000.0)
-    assert (found.batch_size or 0) >= 0.95 * (LIMIT_MIB - 10_000) / 110
+            found = found_with(run, 32, weights_mib=2000.0)
+            shares.append((found.batch_size or 0) * each_mib / (LIMIT_MIB - 3000))
+    assert sum(shares) / len(shares) >= 0.75
+
+
+def test_workspaces_beyond_what_weights_explain_are_expected_to_give_way() -> None:
+    device = Device(own=16, fixed_mib=1000, each_mib=60.0, weights_mib=300.0, gives_mib=0.45 * LIMIT_MIB)
+    found = found_with(device, 16, weights_mib=device.weights_mib)
+    assert (found.batch_size or 0) >= 0.95 * device.largest
     assert found.ooms <= 1
 
 

@@ -101,7 +101,7 @@ class Question:
         return self.sizes[max(0, bisect_right(self.sizes, n) - 1)]
 
     def _predict(self, telling: Sequence[Probe], ok: int) -> Prediction:
-        """Draws the lines through the largest run that fits and one before it, at best of half its size.
+        """Draws the lines through the largest run that fits and the next smaller one.
 
         With a single run a line begins at the memory held at any batch size: at least the weights (the careful line),
         at most several times as much (the hopeful one).
@@ -133,11 +133,9 @@ def _wanted(predicted: Prediction, ok: int, top: int, failed: Probe | None) -> f
 
 
 def _before(last: Probe, telling: Sequence[Probe]) -> Probe | None:
-    """Returns the run that a line to `last` begins at; None for a peak that is only the limit."""
-    smaller = sorted((probe for probe in telling if probe.batch_size < last.batch_size), key=_size)
-    if last.was_pressed or not smaller:
-        return None
-    return next((probe for probe in reversed(smaller) if 2 * probe.batch_size <= last.batch_size), smaller[0])
+    """Returns the run that a line to `last` begins at, the next smaller one; None for a peak that is only the limit."""
+    smaller = (probe for probe in telling if probe.batch_size < last.batch_size)
+    return None if last.was_pressed else max(smaller, key=_size, default=None)
 
 
 def _reach(n: int, free_mib: float, each_mib: float) -> float:
