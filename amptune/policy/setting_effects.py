@@ -17,8 +17,6 @@ __all__ = [
     "ordered_as",
     "process_of",
     "rounding_of",
-    "takes_workspaces",
-    "tensors_of",
 ]
 
 
@@ -42,20 +40,9 @@ def memory_of(policy: Policy) -> Policy:
     return replace(_with(policy, lambda knob: knob.memory != "none"), **as_memory_tells)
 
 
-@cache
-def tensors_of(policy: Policy) -> Policy:
-    """Returns the policy with only the settings that decide which tensors a sample keeps for the backward pass."""
-    return _with(memory_of(policy), lambda knob: knob.memory == "sample")
-
-
 def ordered_as(recipe: Policy, policy: Policy) -> Policy:
     """Returns a precision's plain recipe with the policy's settings that change only the order of sums."""
     return replace(recipe, **{knob.name: knob.of(policy) for knob in KNOBS if knob.numerics == "order"})
-
-
-def takes_workspaces(policy: Policy) -> bool:
-    """Returns whether a setting makes convolutions take workspaces that they can do without."""
-    return any(knob.departs(memory_of(policy)) for knob in KNOBS if knob.memory == "workspaces")
 
 
 @cache

@@ -16,7 +16,6 @@ from amptune.policy.setting_effects import (
     numerics_of,
     process_of,
     rounding_of,
-    tensors_of,
 )
 from amptune.policy.settings import KNOBS, STOCK, Fp32Rule, LossScale, Policy
 from amptune.search.gate.judgements import Judgements
@@ -30,7 +29,7 @@ AGAINST_STOCK = Judgements(STOCK)
 @pytest.fixture
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The fused optimizer as a knob that says nothing of its effects."""
-    cached = (numerics_of, rounding_of, memory_of, tensors_of, graph_of)
+    cached = (numerics_of, rounding_of, memory_of, graph_of)
     silent = [Knob(name=knob.name, stock=False) if knob.name == "fused_optimizer" else knob for knob in KNOBS]
     monkeypatch.setattr(setting_effects, "KNOBS", silent)
     for of in cached:
@@ -56,7 +55,7 @@ def test_the_values_of_a_knob_are_those_of_its_field_and_stock_comes_first(knob:
 @pytest.mark.usefixtures("_forgotten")
 def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() -> None:
     assert not AGAINST_STOCK.is_exempt(FUSED)
-    assert STOCK not in (numerics_of(FUSED), memory_of(FUSED), tensors_of(FUSED), graph_of(FUSED))
+    assert STOCK not in (numerics_of(FUSED), memory_of(FUSED), graph_of(FUSED))
 
 
 def test_what_is_as_precise_as_stock_needs_no_judgement() -> None:
@@ -79,8 +78,6 @@ def test_what_is_as_precise_as_stock_needs_no_judgement() -> None:
         (memory_of, Policy(autocast="bf16", fp32_math="ieee", fp32_modules=(Fp32Rule(path="head"),)), BF16, True),
         (memory_of, Policy(fp32_math="ieee"), STOCK, False),
         (memory_of, O2, Policy(weights="half", master_weights=True), True),
-        (tensors_of, Policy(fp32_math="ieee"), STOCK, True),
-        (tensors_of, O2, Policy(weights="half"), True),
         (graph_of, replace(FUSED, compile="default", cudnn_benchmark=True, accumulate=4), COMPILED, True),
         (graph_of, COMPILED, Policy(compile="reduce-overhead"), False),
         (process_of, replace(BF16, memory_format="channels_last"), STOCK, True),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from measurements import took
 from simulated.recorded import RecordedEvaluator, recorded_ms
 from test_pipeline import request_in
 
 from amptune.errors import SpaceError
+from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
-from amptune.policy.settings import Policy
+from amptune.policy.setting_effects import memory_of
+from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.batch_size.batch_sizes import NO_SIZES, BatchSizes, batch_sizes_for
 from amptune.search.decide.decision import Decision
 from amptune.search.pipeline import tune_with
 from amptune.search.space.candidates import Wanted, candidates_for
@@ -90,6 +95,91 @@ def test_where_nothing_is_known_of_memory_only_the_own_batch_is_searched(tmp_pat
     evaluator = Blind("resnet50", noise=0.002)
     request = request_in(tmp_path, evaluator.clock, trials=4, batch_size="auto")
     assert tune_with(evaluator, request, lambda _: None).policy.batch_size == OWN
+
+
+class Counted:
+    """A runner in which each sample takes 10 MiB beside 500 MiB; notes what ran and how long it might take."""
+
+    def __init__(self, limit_mib: float) -> None:
+        self.limit_mib = limit_mib
+        self.ran: list[Policy] = []
+        self.limits_s: list[float] = []
+
+    def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
+        mib = 500 + 10.0 * (policy.batch_size or OWN)
+        self.limits_s.append(effort.time_limit_s)
+        self.ran.append(policy)
+        return took(1.0, mib) if mib <= self.limit_mib else Failure(kind="oom", message="CUDA out of memory")
+
+
+def sizes_of(
+    limit_mib: float | None = 140_000.0,
+    whole: GlobalBatch | None = None,
+    *,
+    device: Literal["cuda", "cpu"] = "cuda",
+    left_s: float = 1000.0,
+    **facts: Any,
+) -> tuple[BatchSizes, Counted]:
+    prepared = RecordedEvaluator("resnet50").prepare(1.0)
+    hardware = replace(prepared.hardware, device=device)
+    prepared = replace(prepared, hardware=hardware, memory_mib=limit_mib, **facts)
+    runner = Counted(limit_mib or math.inf)
+    return batch_sizes_for(runner, amp_recipe("bf16"), prepared, whole, left_s=lambda: left_s), runner
+
+
+def test_sizes_are_doubles_of_half_the_own_one_and_the_largest_that_ran() -> None:
+    found, runner = sizes_of()
+    largest = max(policy.batch_size or 0 for policy in runner.ran)
+    assert largest >= 0.95 * (140_000 - 500) / 10
+    assert found.sizes == (64, 128, 256, 512, 1024, 2048, 4096, 8192, largest)
+    (told,) = found.findings
+    assert told.message.startswith(f"bf16: largest batch {largest}: ")
+    assert told.figures["batch_size"] == largest
+
+
+def test_no_size_is_beyond_the_data() -> None:
+    found, runner = sizes_of(most_samples=300)
+    assert max(policy.batch_size or 0 for policy in runner.ran) == found.sizes[-1] == 300
+    assert "the data set has 300 samples" in next(found.findings).message
+
+
+def test_sizes_end_at_16_times_the_own_one_on_a_cpu() -> None:
+    found, runner = sizes_of(device="cpu")
+    assert found.sizes[-1] == 16 * OWN
+    assert all((policy.batch_size or 0) % OWN == 0 for policy in runner.ran)
+
+
+def test_a_global_batch_is_probed_at_its_divisors_with_gradients_accumulated() -> None:
+    found, runner = sizes_of(whole=GlobalBatch(samples=3 * 512))
+    assert all(3 * 512 % size == 0 for size in found.sizes)
+    assert found.sizes[-1] == 3 * 512
+    assert {policy.accumulate for policy in runner.ran} == {1, 2}
+
+
+def test_a_probe_may_take_no_longer_than_there_is_time() -> None:
+    _, runner = sizes_of(left_s=7.0)
+    assert set(runner.limits_s) == {7.0}
+
+
+def test_a_size_that_did_not_fit_is_left_out_for_policies_of_the_same_memory() -> None:
+    found, _ = sizes_of(1200.0)
+    assert found.largest is not None
+    assert (found.largest[1].batch_size or 0) < OWN == found.sizes[-1]
+    tried = amp_recipe("bf16")
+    assert [found.fits(replace(tried, batch_size=size)) for size in (64, OWN, None)] == [True, False, True]
+    assert found.fits(Policy(batch_size=OWN)), "nothing is known of FP32"
+    assert NO_SIZES.fits(replace(tried, batch_size=OWN))
+
+
+def test_nothing_runs_if_the_size_of_the_memory_is_unknown() -> None:
+    found, runner = sizes_of(None)
+    assert (found, runner.ran) == (NO_SIZES, [])
+
+
+def test_every_choice_that_keeps_other_tensors_takes_a_memory_of_its_own() -> None:
+    o2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
+    others = Policy(weights="half"), o2, Policy(checkpoint=("layers",)), Policy(cuda_graphs=True)
+    assert len({memory_of(policy) for policy in (STOCK, amp_recipe("fp16"), *others)}) == 6
 
 
 def lighter_by(mib: float) -> Callable[[Policy], float]:

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from measurements import took
 
 from amptune.measure.results.outcome import Failure, FailureKind, Measurement, Outcome
-from amptune.policy.settings import STOCK, Policy
-from amptune.search.batch_size.largest_size import MOST_TIMES_OWN
-from amptune.search.batch_size.memory_model import MemoryModel
-from amptune.search.batch_size.memory_runs import FixedPart
-from amptune.search.batch_size.probing import LargestBatch, Sizer
-from amptune.search.table.trial import Trial
+from amptune.search.batch_size.batch_sizes import MOST_TIMES_OWN, rounded_sizes
+from amptune.search.batch_size.largest_batch import LargestBatch, find_largest
+from amptune.search.batch_size.next_size import Question
 
 LIMIT_MIB = 140_000.0
+sizes_around = cache(rounded_sizes)
 OOM = Failure(kind="oom", message="CUDA out of memory")
 
 
@@ -73,10 +73,6 @@ class Device:
             low, high = (middle, high) if self.fits(middle) else (low, middle)
         return low
 
-    @property
-    def model(self) -> MemoryModel:
-        return MemoryModel(limit_mib=self.limit_mib, fixed=FixedPart.of_weights(int(self.weights_mib * 2**20 / 4)))
-
 
 @st.composite
 def devices(draw: st.DrawFn, shares: Sequence[tuple[float, float]] = ((0.02, 0.3),)) -> Device:
@@ -92,41 +88,120 @@ def devices(draw: st.DrawFn, shares: Sequence[tuple[float, float]] = ((0.02, 0.3
     )
 
 
-def find_largest(
-    run: Callable[[int], Outcome], own: int, model: MemoryModel | None = None, policy: Policy = STOCK, **more: Any
+def found_with(
+    run: Callable[[int], Outcome],
+    own: int,
+    sizes: Sequence[int] | None = None,
+    *,
+    limit_mib: float = LIMIT_MIB,
+    weights_mib: float | None = None,
+    **more: Any,
 ) -> LargestBatch:
-    """Searches for one policy; `run` measures it at a size."""
-    known = model or MemoryModel(limit_mib=LIMIT_MIB)
-    return Sizer(lambda sized: run(sized.batch_size or own), known, own, **more).largest(policy)
+    sizes = sizes_around(own) if sizes is None else sizes
+    question = Question(sizes=sizes, ends="they end", own=own, limit_mib=limit_mib, weights_mib=weights_mib)
+    return find_largest(run, question, **more)
+
+
+SMALL, USUAL, FULL, TOO_LARGE = (0.0003, 0.002), (0.02, 0.3), (0.75, 0.9), (1.0, 12.0)
+FRAGMENTS = {"fragments": 0.08, "caches": 0.15}
+RELEASES = {"gives_mib": 0.4 * LIMIT_MIB}
 
 
 @settings(deadline=None)
 @given(
-    device=devices([(0.0003, 0.002), (0.02, 0.3), (0.75, 0.9), (1.0, 12.0)]),
-    trouble=st.sampled_from([{}, {"fragments": 0.08, "caches": 0.15}, {"gives_mib": 0.4 * LIMIT_MIB}]),
-    known=st.booleans(),
+    device=devices([SMALL, USUAL, FULL, TOO_LARGE]),
+    trouble=st.sampled_from([{}, FRAGMENTS, RELEASES]),
+    is_weighed=st.booleans(),
     times=st.sampled_from([None, 24, 210]),
 )
-def test_few_runs_find_what_fits_with_two_out_of_memory_at_most(
-    device: Device, trouble: dict[str, Any], known: bool, times: int | None
+def test_few_runs_find_a_size_that_ran_with_two_out_of_memory_at_most(
+    device: Device, trouble: dict[str, Any], is_weighed: bool, times: int | None
 ) -> None:
-    """Of all sizes, or of the divisors of a global batch."""
+    """Of all sizes, or of the divisors of a global batch; no size runs twice."""
     device = replace(device, ran=set(), **trouble)
-    model = device.model
-    if known and device.fits(device.own):
-        model = model.with_outcome(STOCK, device.own, device(device.own))
-    divisors = [n for n in range(1, times * device.own + 1) if times * device.own % n == 0] if times else None
-    found = find_largest(device, device.own, model, allowed=divisors)
-    sizes = [probe.batch_size for probe in found.probes]
-    assert len(set(sizes)) == len(sizes) <= 6
+    sizes = [n for n in range(1, times * device.own + 1) if times * device.own % n == 0] if times else None
+    found = found_with(device, device.own, sizes, weights_mib=device.weights_mib if is_weighed else None)
+    tried = [probe.batch_size for probe in found.probes]
+    assert len(set(tried)) == len(tried) <= 6
+    assert set(tried) <= set(sizes or sizes_around(device.own))
     assert found.ooms <= 2
-    assert found.batch_size is None or found.batch_size in device.ran
+    assert found.batch_size == max((n for n in device.ran), default=None)
     assert found.batch_size is not None or device.largest < 2 or found.ooms
-    largest = min(device.largest, MOST_TIMES_OWN * device.own)
-    if divisors is not None:
-        assert found.batch_size is None or found.batch_size in divisors
-    elif not trouble and largest >= 64:
-        assert (found.batch_size or 0) >= 0.97 * largest
+
+
+@settings(deadline=None)
+@given(device=devices([SMALL, USUAL, FULL]), trouble=st.sampled_from([{}, FRAGMENTS]))
+def test_the_answer_is_within_5_percent_of_the_largest_that_runs(device: Device, trouble: dict[str, Any]) -> None:
+    device = replace(device, ran=set(), **trouble)
+    assume(device.fits(device.own) and device.largest >= 64)
+    found = found_with(device, device.own, weights_mib=device.weights_mib)
+    assert (found.batch_size or 0) >= 0.95 * min(device.largest, MOST_TIMES_OWN * device.own)
+    assert trouble or found.ooms == 0
+
+
+# In bf16 on an H200, limited by the allocator: allocated memory is on a line within 1 %, and the loss to fragmentation
+# follows from the largest batch that ran.
+REAL = {
+    "bert_base": (50, Device(
+        own=16, limit_mib=20 * 1024.0, fixed_mib=1527, each_mib=327.5, weights_mib=419.6, fragments=0.15, caches=0.075,
+    )),
+    "resnet50": (158, Device(
+        own=128, limit_mib=7 * 1024.0, fixed_mib=290, each_mib=43.4, weights_mib=97.7, gives_mib=105, caches=0.2,
+    )),
+    "deeplabv3plus": (27, Device(
+        own=4, limit_mib=24 * 1024.0, fixed_mib=620, each_mib=824, weights_mib=101.9, fragments=0.043, caches=0.023,
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_on_recorded_models_the_answer_is_within_5_percent_with_one_out_of_memory_at_most(name: str) -> None:
+    largest, device = REAL[name]
+    device = replace(device, ran=set())
+    assert device.largest == largest
+    found = found_with(device, device.own, limit_mib=device.limit_mib, weights_mib=device.weights_mib)
+    assert (found.batch_size or 0) >= 0.95 * largest
+    assert found.ooms <= 1
+
+
+def test_small_batches_whose_peak_is_in_the_optimizer_step_mislead_little() -> None:
+    """Their peaks are equal, and a line through them says that samples take nothing."""
+    shares = []
+    for flat_mib in (5_000.0, 20_000.0, 60_000.0):
+        for each_mib in (20.0, 60.0, 110.0, 200.0, 400.0):
+
+            def run(n: int, flat_mib: float = flat_mib, each_mib: float = each_mib) -> Outcome:
+                mib = max(flat_mib, 3000 + each_mib * n)
+                return measurement(mib, mib) if mib <= LIMIT_MIB else OOM
+
+            found = found_with(run, 32, weights_mib=2000.0)
+            shares.append((found.batch_size or 0) * each_mib / (LIMIT_MIB - 3000))
+    assert sum(shares) / len(shares) >= 0.75
+
+
+def test_workspaces_beyond_what_weights_explain_are_expected_to_give_way() -> None:
+    device = Device(own=16, fixed_mib=1000, each_mib=60.0, weights_mib=300.0, gives_mib=0.45 * LIMIT_MIB)
+    found = found_with(device, 16, weights_mib=device.weights_mib)
+    assert (found.batch_size or 0) >= 0.95 * device.largest
+    assert found.ooms <= 1
+
+
+def test_a_peak_of_memory_that_was_short_predicts_nothing() -> None:
+    """Its peak is the limit, and a line through it would say that no more fits."""
+    pressed = Device(own=128, fixed_mib=1000, each_mib=700.0, caches=0.6, limit_mib=LIMIT_MIB)
+    found = found_with(pressed, 128, weights_mib=300.0)
+    assert found.probes[0].was_pressed
+    assert (found.batch_size or 0) > 1.3 * 128
+
+
+@settings(max_examples=20)
+@given(own=st.integers(1, 5000))
+def test_rounded_sizes_are_close_and_multiples_of_8_where_that_costs_little(own: int) -> None:
+    sizes = rounded_sizes(own)
+    assert {own, MOST_TIMES_OWN * own} <= set(sizes)
+    assert sizes[0] == 1
+    assert all(b - a <= max(1, 0.0153 * a) for a, b in pairwise(sizes))
+    assert all(size % 8 == 0 for size in sizes if size >= 536 and size != own)
 
 
 @pytest.mark.parametrize("kind", ["error", "timeout"])
@@ -135,35 +210,39 @@ def test_sizes_that_fail_for_another_reason_are_gone_below_and_the_answer_is_wha
 ) -> None:
     device = Device(own=32, fixed_mib=1000, each_mib=100.0)
     failure = Failure(kind=kind, message="the model takes no more than 100 samples")
-    found = find_largest(lambda n: device(n) if n <= 100 else failure, 32)
+    found = found_with(lambda n: device(n) if n <= 100 else failure, 32)
     tried = [probe.batch_size for probe in found.probes]
-    assert tried[:2] == [32, 528]
+    assert tried[0] == 32
     assert found.batch_size is not None
-    assert found.because == f"a batch of {min(n for n in tried if n > 100)} fails: {failure}"
+    assert (
+        found.because.startswith(f"a batch of {min(n for n in tried if n > 100)} fails: {failure}") or len(tried) == 6
+    )
     if kind == "timeout":  # each may take as long again
-        assert (tried, found.batch_size) == ([32, 528], 32)
+        assert (len(tried), found.batch_size) == (2, 32)
     else:
         assert 60 <= found.batch_size <= 100
 
 
 @pytest.mark.parametrize(
-    ("own", "because"), [(128, "a batch of 2 does not fit, and none below was tried"), (1, "even a batch of 1 does")]
+    ("own", "because"), [(128, "a batch of 8 does not fit, and none below was tried"), (1, "even a batch of 1 does")]
 )
 def test_where_nothing_fits_there_is_no_answer(own: int, because: str) -> None:
-    found = find_largest(lambda _: OOM, own)
+    found = found_with(lambda _: OOM, own)
     assert found.batch_size is None
     assert found.because.startswith(because)
+    assert found.smallest_too_large == found.probes[-1].batch_size
     assert str(found).startswith("no batch size is known to fit into 140000 MiB: ")
 
 
 def test_a_run_that_took_more_than_the_limit_is_no_answer_where_nothing_enforces_it() -> None:
     """On a CPU, or with --max-memory: there is a peak then, and no out-of-memory."""
     unlimited = Device(own=512, fixed_mib=500, each_mib=10.0, limit_mib=10**9)
-    found = find_largest(unlimited, 512, MemoryModel(limit_mib=4000.0))
+    found = found_with(unlimited, 512, limit_mib=4000.0)
     assert found.batch_size is not None
-    assert 340 <= found.batch_size <= 350
+    assert 0.95 * 350 <= found.batch_size <= 350
     assert found.ooms == 0
     assert found.peak_mib <= 4000
+    assert found.smallest_too_large == min(n for n in unlimited.ran if n > 350)
 
 
 def test_no_probe_is_begun_that_there_is_no_time_for() -> None:
@@ -173,20 +252,8 @@ def test_no_probe_is_begun_that_there_is_no_time_for() -> None:
         now[0] += 2.0 + 0.1 * n
         return replace(measurement(500 + 100.0 * n, 520 + 100.0 * n), step_ms=(10.0 * n,) * 5)
 
-    found = find_largest(run, 16, left_s=lambda: 20.0 - now[0], clock=lambda: now[0])
+    found = found_with(run, 16, left_s=lambda: 20.0 - now[0], clock=lambda: now[0])
     assert now[0] <= 20
-    assert (found.batch_size, found.because) == (16, "there is no time to try 528")
+    assert found.batch_size == 16
+    assert found.because.startswith("there is no time to try ")
     assert found.probes[0].seconds == pytest.approx(3.6)
-
-
-def test_a_sizer_learns_from_trials_and_from_its_own_runs() -> None:
-    device = Device(own=32, fixed_mib=1000, each_mib=100.0)
-    sizer = Sizer(run=lambda policy: device(policy.batch_size or 0), model=device.model, own_batch_size=32)
-    sizer.learn([Trial(number=0, policy=STOCK, outcome=device(32), seconds=1.0)])
-    first = sizer.largest(STOCK)
-    assert first.probes
-    assert 32 not in [probe.batch_size for probe in first.probes]
-    assert sizer.largest(STOCK).probes == ()
-    assert sizer.largest(STOCK).batch_size == first.batch_size
-    assert sizer.predicts_oom(Policy(batch_size=3000))
-    assert not sizer.predicts_oom(Policy(batch_size=first.batch_size))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from amptune.measure.results.outcome import Effort, Outcome
@@ -12,18 +12,22 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
-from amptune.search.batch_size.largest_size import MOST_TIMES_OWN_ON_CPU
-from amptune.search.batch_size.memory_model import MemoryModel
-from amptune.search.batch_size.memory_runs import FixedPart
-from amptune.search.batch_size.probing import LargestBatch, Sizer
+from amptune.search.batch_size.largest_batch import LargestBatch, find_largest
+from amptune.search.batch_size.next_size import GOOD, Question
 from amptune.search.space.global_batch import GlobalBatch, accumulated
 
-__all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for"]
+__all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "rounded_sizes"]
 
 # A few steps are enough: the optimizer's state exists from the second one on.
 PROBE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1, max_steps=1)
 # Besides the largest sizes, at most about this many are searched, evenly spread.
 MOST_SIZES = 8
+# Bounds the search for a model that takes almost no memory, if the loader does not tell how many samples there are.
+MOST_TIMES_OWN = 4096
+# A CPU is kept busy by batches far below what fits into its memory.
+MOST_TIMES_OWN_ON_CPU = 16
+# Matrix units are fastest on multiples of 8 (NVIDIA, "Tensor Core requirements").
+GRAINS = (8, 4, 2, 1)
 
 
 class Runner(Protocol):
@@ -34,26 +38,21 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSizes:
-    """The sizes to search, the largest that fits, under the policy that was tried, and the fitted memory model."""
+    """The sizes to search, and the largest that fits under the policy that was tried."""
 
     sizes: tuple[int, ...]
     largest: tuple[Policy, LargestBatch] | None = None
-    model: MemoryModel = field(default_factory=lambda: MemoryModel(limit_mib=float("inf")))
 
-    @property
-    def fits(self) -> Callable[[Policy], bool]:
-        """A function that returns False if a policy, which names its batch size, clearly does not fit into memory."""
-        known: dict[tuple[Policy, int], bool] = {}
+    def fits(self, policy: Policy) -> bool:
+        """Returns False if a run of the policy's batch size, or of a smaller one, was too large for the memory.
 
-        def fits(policy: Policy) -> bool:
-            if policy.batch_size is None:
-                return True
-            key = memory_of(policy), policy.batch_size
-            if key not in known:
-                known[key] = not self.model.predicts_oom(policy, policy.batch_size)
-            return known[key]
-
-        return fits
+        That run needed the same memory for a sample. Policies that need another amount are not predicted.
+        """
+        if self.largest is None or policy.batch_size is None:
+            return True
+        tried, found = self.largest
+        failed = found.smallest_too_large
+        return failed is None or policy.batch_size < failed or memory_of(policy) != memory_of(tried)
 
     @property
     def findings(self) -> Iterator[Finding]:
@@ -77,47 +76,50 @@ def batch_sizes_for(
     left_s: Callable[[], float],
 ) -> BatchSizes:
     """Finds the largest batch under a policy, and the sizes between it and the workload's own."""
-    sizer = _sizer(runner, prepared, whole, left_s=left_s)
-    if sizer is None:
-        return NO_SIZES
-    found, own = sizer.largest(policy), prepared.subject.batch_size
-    sizes = _between(own, found.batch_size or own, whole)
-    return BatchSizes(sizes=sizes, largest=(policy, found), model=sizer.model)
-
-
-def _sizer(
-    runner: Runner, prepared: Prepared, whole: GlobalBatch | None, *, left_s: Callable[[], float]
-) -> Sizer | None:
-    """Returns an object that finds the largest batch sizes; None if the size of the memory is unknown."""
-    own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
     if prepared.memory_mib is None:
-        return None
-    fixed = FixedPart.of_weights(prepared.subject.parameters) if on_gpu else FixedPart()
+        return NO_SIZES
 
-    def run(policy: Policy) -> Outcome:
+    def run(batch_size: int) -> Outcome:
         # Accumulated gradients take memory too, from the second batch on.
-        together = min(2, accumulated(policy.batch_size, whole))
+        probed = replace(policy, batch_size=batch_size, accumulate=min(2, accumulated(batch_size, whole)))
         limit_s = min(PROBE.time_limit_s, max(1.0, left_s()))
-        return runner.measure_alone(replace(policy, accumulate=together), replace(PROBE, time_limit_s=limit_s))
+        return runner.measure_alone(probed, replace(PROBE, time_limit_s=limit_s))
 
-    return Sizer(
-        run=run,
-        model=MemoryModel(limit_mib=prepared.memory_mib, fixed=fixed),
-        own_batch_size=own,
-        allowed=_allowed(prepared, whole),
-        most=prepared.most_samples,
-        left_s=left_s,
-    )
+    own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
+    sizes, ends = _allowed(prepared, whole)
+    weights_mib = 4 * prepared.subject.parameters / 2**20 if on_gpu else None
+    question = Question(sizes=sizes, ends=ends, own=own, limit_mib=prepared.memory_mib, weights_mib=weights_mib)
+    found = find_largest(run, question, left_s=left_s)
+    return BatchSizes(sizes=_between(own, found.batch_size or own, whole), largest=(policy, found))
 
 
-def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[int, ...] | None:
-    """Returns the only sizes to try; None if any size may be tried."""
+def _allowed(prepared: Prepared, whole: GlobalBatch | None) -> tuple[Sequence[int], str]:
+    """Returns the sizes that may be tried, ascending, and in words why there is none beyond."""
+    own, most = prepared.subject.batch_size, prepared.most_samples
     if whole is not None:
-        return whole.batch_sizes
-    if prepared.hardware.device == "cpu":
-        own, most = prepared.subject.batch_size, MOST_TIMES_OWN_ON_CPU
-        return tuple(own * factor for factor in range(1, most + 1))
-    return None
+        sizes, ends = whole.batch_sizes, "no larger size divides the global batch"
+    elif prepared.hardware.device == "cpu":
+        sizes = tuple(own * factor for factor in range(1, MOST_TIMES_OWN_ON_CPU + 1))
+        ends = f"on a CPU none beyond {MOST_TIMES_OWN_ON_CPU} times the own batch is tried"
+    else:
+        sizes, ends = rounded_sizes(own), f"it is {MOST_TIMES_OWN} times the own batch"
+    if most is None or sizes[-1] <= most:
+        return sizes, ends
+    return [size for size in sizes if size <= most] or [own], f"the data set has {most} samples"
+
+
+def rounded_sizes(own: int) -> tuple[int, ...]:
+    """Returns sizes up to 4096 times the own one, both among them, each at most 1.5 % below the next.
+
+    They are multiples of 8; of 4, 2 or 1 where multiples of 8 are further apart.
+    """
+    sizes, size = {own, MOST_TIMES_OWN * own}, 1
+    while size < MOST_TIMES_OWN * own:
+        sizes.add(size)
+        grain = next(grain for grain in GRAINS if grain <= max(1, (1 - GOOD) / 2 * size))
+        size += max(grain, size // 256 // grain * grain)
+        size -= size % grain
+    return tuple(sorted(sizes))
 
 
 def _between(own: int, largest: int, whole: GlobalBatch | None) -> tuple[int, ...]:
