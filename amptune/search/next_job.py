@@ -37,6 +37,8 @@ COMPILE_ATTEMPTS = 2
 # The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
 # own memory pool, and the process has its own CUDA context.
 OVER_EAGER = 1.5
+# So many graphs compile before the baseline has shown how much memory a process takes.
+UNMEASURED = 2
 # Seconds beyond the budget for judging the winner, and the share of the budget that judging its graph may take.
 GRACE_S, JUDGED_GRAPH_SHARE = 5.0, 0.15
 # A graph may be so much later than expected before it is looked at what else there is to do.
@@ -88,7 +90,7 @@ def _baseline(state: State, at: Durations) -> Job | None:
 
 def _ready(state: State, at: Durations) -> Job | None:
     """A graph that is ready: it may use the time that is kept for the answer, as it may be worth more."""
-    if not state.graphs.ready or _has_failed(state):
+    if not state.graphs.ready or state.trials_left <= 0 or _has_failed(state):
         return None
     policy = next(iter(state.graphs.ready))
     in_time = at.typical_s <= state.left_s or isinstance(state.graphs.ready[policy], Failure)
@@ -142,7 +144,9 @@ def _refinement(state: State, at: Durations) -> Job | None:
 
 def _proposed(state: State, at: Durations) -> Job | None:
     """What the sampler proposes, while it is worth its time; not where blocks differ so much that it tells nothing."""
-    if state.trials_left <= 0 or at.typical_s > at.spare_s or _has_failed(state) or _is_noisy(state):
+    if state.trials_left <= len(state.graphs.known) or at.typical_s > at.spare_s:
+        return None
+    if _has_failed(state) or _is_noisy(state):
         return None
     if state.request.sampler is not None and state.free_sampler:
         return Job(kind="trial", seconds=at.typical_s, limit_s=at.spare_s)
@@ -223,9 +227,9 @@ PHASES: tuple[Callable[[State, Durations], Job | None], ...] = (
 
 
 def _trial(policy: Policy, state: State, at: Durations) -> Job | None:
-    """Returns the trial of a policy, if there is time for it."""
+    """Returns the trial of a policy, if there is time for it, and it is allowed beside the graphs that will come."""
     seconds = at.trial_s(policy)
-    if state.trials_left <= 0 or _has_failed(state) or seconds > at.spare_s:
+    if state.trials_left <= len(state.graphs.known) or _has_failed(state) or seconds > at.spare_s:
         return None
     return Job(kind="trial", policies=(policy,), seconds=seconds, limit_s=at.spare_s)
 
@@ -254,8 +258,9 @@ def _is_in_background(policy: Policy, state: State) -> bool:
 def _places(state: State) -> int:
     """Returns how many graphs the CPU cores and the device's memory are enough for."""
     trial = state.history.latest.get(state.baseline)
-    measured = trial.outcome if trial is not None and isinstance(trial.outcome, Measurement) else None
-    peak_mib = max(1.0, measured.peak_reserved_mib) if measured else 1.0
+    if trial is None or not isinstance(trial.outcome, Measurement):
+        return min(state.graphs.at_once, UNMEASURED)
+    peak_mib = max(1.0, trial.outcome.peak_reserved_mib)
     in_memory = (state.prepared.memory_mib or math.inf) / (OVER_EAGER * peak_mib) - 1
     return int(min(state.graphs.at_once, max(1.0, in_memory)))
 

@@ -69,14 +69,13 @@ class Performer:
         return self.seen(by_kind[job.kind](job, state))
 
     def seen(self, state: State) -> State:
-        """Returns the state with what the study, other workers and the clock say now, and the graphs that came."""
-        return state.but(
-            history=self.study.history,
-            rows=tuple(self.study.rows),
-            elsewhere=self.study.elsewhere,
-            graphs=self._graphs(state.graphs, 0.0),
-            spent_s=state.request.budget.spent_s,
-        )
+        """Returns the state with what is measured by now, here and by other workers, and with the graphs that came."""
+        return self.known(state).but(elsewhere=self.study.elsewhere, graphs=self._graphs(state.graphs, 0.0))
+
+    def known(self, state: State) -> State:
+        """Returns the state with what the study has in memory, whatever happened to its storage."""
+        rows, spent_s = tuple(self.study.rows), state.request.budget.spent_s
+        return state.but(history=self.study.history, rows=rows, spent_s=spent_s)
 
     def _graphs(self, graphs: Graphs, wait_s: float) -> Graphs:
         """Returns the graphs with those that came. One that was stopped for another's memory can be asked for again."""

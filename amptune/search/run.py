@@ -45,7 +45,7 @@ class TuningRun:
     def decision(self, *, interrupted: bool = False) -> Decision | None:
         """Returns the decision as things stand; None if the baseline was not measured, or failed."""
         self.performer.study.catch_up()
-        self.state = self.performer.seen(self.state)
+        self.state = self.performer.known(self.state)
         noticed = [*self.performer.findings, *self._lost]
         return decision_of(self.state, noticed, interrupted=interrupted, timeline=self.timeline.entries)
 

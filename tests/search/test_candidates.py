@@ -259,7 +259,9 @@ def test_a_cpu_tries_layout_optimizer_and_fewer_threads_and_bf16_first_or_last_b
 def test_the_leading_recipes_are_tried_in_larger_batches_too_if_these_are_searched() -> None:
     order = starts("hopper", sizes=(64, 256, 512, 1024, 2048), **TEXT)
     larger = [policy for policy in order if policy.batch_size != 128]
-    assert order[-len(larger) :] == tuple(larger), "behind all others"
+    place = order.index(larger[0])
+    assert order[place : place + len(larger)] == tuple(larger)
+    assert [policy.compile for policy in order[:place]].count("off") == 2, "behind the two leading ones"
     assert {policy.batch_size for policy in larger} == {1024, 256}
     assert all(policy.compile == "off" for policy in larger)
     eager = next(policy for policy in order if policy.compile == "off")

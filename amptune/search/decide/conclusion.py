@@ -62,7 +62,7 @@ class Conclusion:
     @property
     def compares_nothing(self) -> bool:
         """True if nothing but the baseline was measured: then there is no answer yet."""
-        return len(self.verdict.contenders) == 1
+        return self.verdict.is_open
 
     @property
     def is_proven(self) -> bool:

@@ -102,7 +102,7 @@ class Candidates:
     def allows(self, policy: Policy) -> bool:
         """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
         idle = {EXCLUSIONS, IN_HALF} | ({MASTERS, BATCHNORM} if policy.weights == "fp32" else set())  # no meaning then
-        idle |= set() if policy.uses_fp32_math else {"fp32_math"}
+        idle |= set() if policy.uses_fp32_math or policy.fp32_math != STOCK.fp32_math else {"fp32_math"}
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in idle}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
