@@ -233,8 +233,7 @@ def test_tensor_cores_get_both_graphs_of_one_dtype_first_whatever_the_model_read
 
 
 def test_blocks_come_behind_both_whole_graphs_and_the_other_dtype_behind_them() -> None:
-    repeated: dict[str, Any] = {"repeated_leaves": 4, "leaves": RecordedEvaluator("resnet50").prepare(1.0).subject.leaves}
-    compiled = [policy for policy in starts("hopper", **TEXT, **repeated) if policy.compile != "off"]
+    compiled = [policy for policy in starts("hopper", **TEXT, repeated_leaves=4) if policy.compile != "off"]
     assert [(policy.autocast, policy.compile) for policy in compiled[:5]] == [
         ("bf16", "reduce-overhead"),
         ("bf16", "default"),
