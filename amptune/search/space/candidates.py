@@ -131,7 +131,7 @@ class Candidates:
         The space's own list; behind it stock PyTorch and the AMP recipes, whatever is pinned, for people compare with
         these; then the leading eager ones and stock PyTorch in larger batches, if batch sizes are searched.
         """
-        listed = [self.policy_of(point) for point in self.space.try_first]
+        listed = filter(self.allows, map(self.policy_of, self.space.try_first))  # a pin may have been settled away
         tried = dict.fromkeys([*listed, *self.known_good])
         leading = dict.fromkeys([*[policy for policy in tried if policy.compile == "off"][:2], STOCK])
         larger = [_sized(policy, size, self.global_batch) for size in self._larger_sizes() for policy in leading]
