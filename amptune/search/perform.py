@@ -257,16 +257,13 @@ class Performer:
         steps_ms = {one: ms for one in policies if (ms := state.step_ms(one)) is not None}
         before_s = budget.spent_s
         is_whole = measurer.measure(policies, steps_ms, fresh=job.fresh, until_s=before_s + job.limit_s)
-        turns_s = sum(measurer.costs_s.get(policy, 0.0) for policy in policies)
-        start_s = rounds.start_s
-        if job.fresh and is_whole:
-            start_s = max(0.0, budget.spent_s - before_s - turns_s) / (1 + BESIDE * (len(policies) - 1))
+        one_s = measurer.launched_s / (1 + BESIDE * (len(policies) - 1))
         return state.but(
             rounds=replace(
                 rounds,
                 count=measurer.launches,
                 running=dict(measurer.running),
-                start_s=start_s,
+                start_s=one_s if job.fresh else rounds.start_s,
                 costs_s=dict(measurer.costs_s),
                 loader_failure=measurer.loader_failure,
                 is_over=not is_whole,

@@ -18,7 +18,7 @@ from amptune.policy.settings import STOCK, Float8Rule, Fp32Rule, HalfRule, Polic
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.exclusions import Ladder
 from amptune.search.space.knobs import Point, points, reason_against
-from amptune.search.space.space_file import space_names
+from amptune.search.space.space_file import load_space, space_names
 
 PARTS = {"": "Block", ".narrow": "Linear", ".mlp": "Mlp", ".mlp.up": "Linear", ".mlp.down": "Linear"}
 MODULES = (
@@ -190,6 +190,7 @@ def test_a_policy_of_ones_own_is_allowed_where_its_settings_are_choices(
 
 PICTURES: dict[str, Any] = {"convolution_dims": frozenset({2})}
 TEXT: dict[str, Any] = {"convolution_dims": frozenset()}
+PINS = (("autocast", "off"), ("fused_optimizer", "true"), ("fp32_math", "tf32"), ("cuda_graphs", "true"))
 VIDEO: dict[str, Any] = {"convolution_dims": frozenset({3})}
 
 
@@ -199,12 +200,13 @@ VIDEO: dict[str, Any] = {"convolution_dims": frozenset({3})}
     dims=st.sampled_from([PICTURES, TEXT, VIDEO]),
     fusable=st.booleans(),
     threads=st.sampled_from([0, 1, 2, 64]),
-    pins=st.sampled_from([(), (("autocast", "off"),), (("fused_optimizer", "true"),), (("fp32_math", "tf32"),)]),
+    pins=st.sampled_from([(), *((pin,) for pin in PINS)]),
 )
 def test_each_start_stands_once_is_allowed_and_matters_and_what_everybody_tries_is_among_them(
     space: str, dims: dict[str, Any], fusable: bool, threads: int, pins: tuple[tuple[str, str], ...]
 ) -> None:
     model = {**dims, "fusable": fusable, "threads": threads}
+    pins = tuple((name, value) for name, value in pins if load_space(space).choices(name))  # a CPU has no CUDA graphs
     found = candidates(space, *pins, of_model=tuple(model.items()))
     order = found.starts
     assert len(order) == len(set(order))
@@ -233,8 +235,7 @@ def test_tensor_cores_get_both_graphs_of_one_dtype_first_whatever_the_model_read
 
 
 def test_blocks_come_behind_both_whole_graphs_and_the_other_dtype_behind_them() -> None:
-    repeated: dict[str, Any] = {"repeated_leaves": 4, "leaves": RecordedEvaluator("resnet50").prepare(1.0).subject.leaves}
-    compiled = [policy for policy in starts("hopper", **TEXT, **repeated) if policy.compile != "off"]
+    compiled = [policy for policy in starts("hopper", **TEXT, repeated_leaves=4) if policy.compile != "off"]
     assert [(policy.autocast, policy.compile) for policy in compiled[:5]] == [
         ("bf16", "reduce-overhead"),
         ("bf16", "default"),

@@ -133,7 +133,7 @@ class Candidates:
         The space's own list; if batch sizes are searched, its leading eager ones and stock PyTorch in larger batches
         stand behind these. Then stock PyTorch and the AMP recipes, whatever is pinned, for people compare with these.
         """
-        listed = dict.fromkeys(self.policy_of(point) for point in self.space.try_first)
+        listed = dict.fromkeys(filter(self.allows, map(self.policy_of, self.space.try_first)))  # a pin may be settled
         leading = [policy for policy in listed if policy.compile == "off"][:2]
         larger = [
             _sized(policy, size, self.global_batch) for size in self._larger_sizes() for policy in (*leading, STOCK)

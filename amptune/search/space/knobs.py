@@ -13,7 +13,7 @@ from amptune.errors import SpaceError, suggestion
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.checkpoint import CHECKPOINT
 from amptune.policy.knobs.float8_modules import FLOAT8_MODULES
-from amptune.policy.knobs.knob import LARGEST, TRUTH, in_file, is_in
+from amptune.policy.knobs.knob import LARGEST, TRUTH, is_in
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES
 from amptune.policy.settings import KNOBS
 
@@ -30,6 +30,7 @@ __all__ = [
     "Space",
     "Value",
     "digest",
+    "misfit",
     "pin",
     "points",
     "reason_against",
@@ -209,16 +210,30 @@ _OF_POLICIES = (knob for knob in KNOBS if knob.values or knob.is_count)
 SEARCHED = {knob.name: knob for knob in sorted((*_OF_POLICIES, *_OF_RULES), key=lambda knob: knob.is_optional)}
 
 
+def misfit(name: str, value: Any, choices: tuple[Value, ...] = ()) -> str | None:
+    """Returns why a knob cannot have a value: it is none of the choices or, without these, none of a policy's."""
+    known = choices or SEARCHED[name].values
+    least = 0 if SEARCHED[name].stock == 0 else 1
+    if is_in(value, known) or (not known and type(value) is int and least <= value <= LARGEST):
+        return None
+    if not known:
+        return f"{value!r} is not a whole number from {least} to {LARGEST}"
+    words = [*map(_spelled, known)]
+    shown = _spelled(value) if isinstance(value, bool) else repr(value)
+    return f"{shown} is not one of {', '.join(words)}; {suggestion(str(value), words)}".rstrip("; ")
+
+
+def _spelled(value: Value) -> str:
+    """Returns a value as a file has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _value_of(name: str, text: str) -> Value:
-    legal = SEARCHED[name].values
-    if not legal:
-        if not re.fullmatch("[0-9]{1,10}", text) or int(text) > LARGEST:
-            raise SpaceError(f"{name}={text}: {text!r} is no whole number of at most {LARGEST}")
-        return int(text)
-    words = {str(value).lower(): value for value in legal}
-    if True in legal:
+    words = {_spelled(value): value for value in SEARCHED[name].values}
+    if True in words.values():
         words |= {"on": True, "off": False}
-    if text.lower() not in words:
-        hint = suggestion(text, words)
-        raise SpaceError(f"{name}={text}: {text!r} is not one of {in_file(legal)}{hint and '; '}{hint}".rstrip())
-    return words[text.lower()]
+    number = not words and re.fullmatch("[0-9]{1,10}", text)
+    value = words.get(text.lower(), int(text) if number else text)
+    if (problem := misfit(name, value)) is not None:
+        raise SpaceError(f"{name}={text}: {problem}")
+    return value

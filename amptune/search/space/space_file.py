@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal
 from amptune.errors import FileFormatError, Problem, SpaceError, suggestion
 from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
-from amptune.policy.knobs.knob import LARGEST, is_in
+from amptune.policy.knobs.knob import is_in
 from amptune.policy.serialization import adapter_for
 from amptune.policy.validation import validate
 from amptune.policy.yaml_text import Document, read
-from amptune.search.space.knobs import SEARCHED, Dimension, Forbidden, Point, Space, Value, reason_against
+from amptune.search.space.knobs import SEARCHED, Dimension, Forbidden, Point, Space, Value, misfit, reason_against
 
 __all__ = ["load_space", "parse_space", "space_for", "space_names", "space_schema", "spaces_folder"]
 
@@ -119,7 +119,7 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
     base = _base_of(document, body.extends, (*extended_by, Path(document.source).resolve()))
     choices = {knob.name: knob.choices for knob in base.knobs}
     for name, values in (body.knobs or {}).items():
-        legal = (value for value in values if name in SEARCHED and _is_legal(name, value))
+        legal = (value for value in values if name in SEARCHED and misfit(name, value) is None)
         choices[name] = tuple(dict.fromkeys(legal))
     knobs = tuple(Dimension(name=name, choices=values) for name, values in choices.items() if values)
     own = tuple(map(_rule_of, body.forbid or ()))
@@ -170,13 +170,6 @@ def _listed(values: Any) -> list[Any]:
     return values if isinstance(values, list) and values else [values]
 
 
-def _is_legal(name: str, value: Any, choices: tuple[Value, ...] = ()) -> bool:
-    """Returns whether a knob may have a value: one of the choices or, without these, what a policy may have."""
-    if known := choices or SEARCHED[name].values:
-        return is_in(value, known)
-    return type(value) is int and (0 if SEARCHED[name].stock == 0 else 1) <= value <= LARGEST
-
-
 def _problems(
     document: Document, body: _SpaceDocument, knobs: Sequence[Dimension], rules: Sequence[Forbidden]
 ) -> Iterator[Problem]:
@@ -213,14 +206,6 @@ def _wrong_values(
         told = f"{taken_out(name)}: remove it" if name in FORMER else unknown
         yield document.problem(path, told, key=True)
         return
-    known = choices[name] or SEARCHED[name].values
-    allowed = f"one of {', '.join(map(_plain, known))}" if known else "a whole number"
     for index, value in enumerate(values):
-        if not _is_legal(name, value, choices[name]):
-            shown = _plain(value) if isinstance(value, bool) else repr(value)
-            yield document.problem((*path, index), f"{name}: {shown} is not {allowed}")
-
-
-def _plain(value: Value) -> str:
-    """Returns a value as the file spells it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        if (problem := misfit(name, value, choices[name])) is not None:
+            yield document.problem((*path, index), f"{name}: {problem}")
