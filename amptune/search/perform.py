@@ -19,10 +19,8 @@ from amptune.search.gate.judgements import Found, without_graph
 from amptune.search.job import Job, JobKind
 from amptune.search.measuring import MEASURING_LIMIT_S, RoundMeasurer
 from amptune.search.plan.budget import SHORT_S
-from amptune.search.refinements import sensed_as
+from amptune.search.refinements import candidates_of, sensed_as
 from amptune.search.sampler.study import Study
-from amptune.search.space.candidates import candidates_for
-from amptune.search.space.exclusions import ladder_by_time
 from amptune.search.state import Graphs, State
 from amptune.search.table.trial import Trial
 
@@ -94,12 +92,7 @@ class Performer:
 
     def with_candidates(self, state: State) -> State:
         """Returns the state with its candidates made anew, of what is known of modules, batch sizes and safeguards."""
-        layouts = map(str, state.candidates.space.choices("memory_format") or ("contiguous",))
-        named = {layout: sensed_as(state, layout)[0] for layout in layouts}
-        sensed = {layout: state.sensed[name] for layout, name in named.items() if name in state.sensed}
-        ladder = ladder_by_time(state.prepared.subject, sensed) if sensed else None
-        sizes = () if state.sizes is None else state.sizes.sizes
-        found = candidates_for(state.prepared, state.request.wanted, ladder, sizes).guarded(state.safeguards)
+        found = candidates_of(state)
         if found == state.candidates:
             return state
         fits = (lambda _: True) if state.sizes is None else state.sizes.fits

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from amptune.policy.settings import Fp32Math, Policy
+from amptune.search.space.candidates import Candidates, candidates_for
+from amptune.search.space.exclusions import ladder_by_time
 from amptune.search.space.islands import WORTH_TRYING, islands_refinement
 from amptune.search.space.knobs import EXCLUSIONS, IN_HALF
 from amptune.search.state import State
 
-__all__ = ["modules_to_time", "refinements_of", "sensed_as"]
+__all__ = ["candidates_of", "modules_to_time", "refinements_of", "sensed_as"]
 
 
 
@@ -20,6 +22,16 @@ def sensed_as(state: State, memory_format: str) -> tuple[str, Policy]:
     math: Fp32Math = "tf32" if gpu is not None and gpu.tf32 and "tf32" in space.choices("fp32_math") else "stock"
     policy = Policy(fp32_math=math, memory_format=memory_format)  # type: ignore[arg-type]
     return f"{policy}, {' '.join(space.half_dtypes)}", policy
+
+
+def candidates_of(state: State) -> Candidates:
+    """Returns the candidates by what is known of the modules' times, batch sizes and safeguards."""
+    layouts = map(str, state.candidates.space.choices("memory_format") or ("contiguous",))
+    named = {layout: sensed_as(state, layout)[0] for layout in layouts}
+    sensed = {layout: state.sensed[name] for layout, name in named.items() if name in state.sensed}
+    ladder = ladder_by_time(state.prepared.subject, sensed) if sensed else None
+    sizes = () if state.sizes is None else state.sizes.sizes
+    return candidates_for(state.prepared, state.request.wanted, ladder, sizes).guarded(state.safeguards)
 
 
 def modules_to_time(state: State) -> Policy | None:

@@ -31,7 +31,7 @@ class TuningRun:
         """Does what comes next, until that is the answer."""
         try:
             while isinstance(job := next_job(self.state), Job):
-                with self.timeline.noting(job):
+                with self.timeline.noting(job, self.state):
                     self.state = self.performer.perform(job, self.state)
             because = job.because
         except StudyError as error:  # a failing storage, or no worker can be started: what is in memory still decides
