@@ -184,7 +184,7 @@ def test_plain_optuna_reads_what_ran_and_sees_what_failed(tmp_path: Path) -> Non
     if hasattr(failed, "constraints"):  # since Optuna 5
         assert list(failed.constraints.values()) == [1.0]
     record = recall(tmp_path)
-    assert record.trials == tuple(study.trials)
+    assert record.trials == study.trials
     assert record.outside == {OUTSIDE}
     assert record.timeline == ({"stage": "search"},)
 
