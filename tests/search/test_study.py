@@ -195,6 +195,7 @@ def test_plain_optuna_reads_what_ran_and_sees_what_failed(tmp_path: Path) -> Non
     assert record.trials == study.trials
     assert record.outside == {OUTSIDE}
     assert record.timeline == ({"stage": "search"},)
+    assert opened(tmp_path, "later").elsewhere == frozenset(), "one that has left claims nothing"
 
 
 def test_one_that_was_killed_from_outside_is_known_here_and_not_stored(tmp_path: Path) -> None:
