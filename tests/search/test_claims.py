@@ -100,10 +100,12 @@ def test_a_worker_that_counts_on_keeps_its_claims(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         counting = pool.submit(counts)
-        for number in range(30):
-            assert study.claim(Policy(threads=number + 1))
-            assert len(other.elsewhere) == number + 1
-        is_over.set()
+        try:
+            for number in range(30):
+                assert study.claim(Policy(threads=number + 1))
+                assert len(other.elsewhere) == number + 1
+        finally:
+            is_over.set()
         counting.result()
 
 
