@@ -7,13 +7,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
 import psutil
 import pytest
 from test_study import BF16, opened
 
 from amptune.errors import DeviceError, StudyError
+from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import database_at, storage_errors
 from amptune.search.sampler.claims import _has_ended_here, _place
 
@@ -88,6 +89,24 @@ def test_workers_that_claim_one_policy_at_once_do_not_both_get_it(tmp_path: Path
         assert all(study.elsewhere <= {BF16} for study in studies)
         for study in studies:
             study.release(BF16)
+
+
+def test_a_worker_that_counts_on_keeps_its_claims(tmp_path: Path) -> None:
+    study, other, is_over = opened(tmp_path, "1"), opened(tmp_path, "2"), Event()
+
+    def counts() -> None:
+        while not is_over.is_set():
+            study._store.claims.beat()
+
+    with ThreadPoolExecutor(1) as pool:
+        counting = pool.submit(counts)
+        try:
+            for number in range(30):
+                assert study.claim(Policy(threads=number + 1))
+                assert len(other.elsewhere) == number + 1
+        finally:
+            is_over.set()
+        counting.result()
 
 
 @pytest.mark.parametrize(

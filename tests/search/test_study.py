@@ -25,7 +25,7 @@ from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcom
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.sampler.backend import opened as storage_at
 from amptune.search.sampler.claims import GONE_S
-from amptune.search.sampler.storage import recall
+from amptune.search.sampler.storage import Store, recall
 from amptune.search.sampler.study import Study, open_study
 from amptune.search.space.candidates import Candidates, Wanted, candidates_for
 from amptune.search.space.knobs import points, with_choices
@@ -168,6 +168,14 @@ def test_one_that_another_has_measured_meanwhile_is_not_claimed(tmp_path: Path) 
     assert study.elsewhere == other.elsewhere == frozenset()
 
 
+def test_every_worker_measures_the_baseline(tmp_path: Path) -> None:
+    study, other = opened(tmp_path, "1"), opened(tmp_path, "2")
+    assert study.claim(STOCK)
+    assert other.claim(STOCK)
+    study.note_compiling([STOCK])
+    assert other.elsewhere == frozenset()
+
+
 def test_plain_optuna_reads_what_ran_and_sees_what_failed(tmp_path: Path) -> None:
     study = opened(tmp_path)
     for policy, outcome in ((STOCK, None), (OUTSIDE, took(1.0)), (BF16, OOM)):
@@ -184,9 +192,10 @@ def test_plain_optuna_reads_what_ran_and_sees_what_failed(tmp_path: Path) -> Non
     if hasattr(failed, "constraints"):  # since Optuna 5
         assert list(failed.constraints.values()) == [1.0]
     record = recall(tmp_path)
-    assert record.trials == tuple(study.trials)
+    assert record.trials == study.trials
     assert record.outside == {OUTSIDE}
     assert record.timeline == ({"stage": "search"},)
+    assert opened(tmp_path, "later").elsewhere == frozenset(), "one that has left claims nothing"
 
 
 def test_one_that_was_killed_from_outside_is_known_here_and_not_stored(tmp_path: Path) -> None:
@@ -245,14 +254,38 @@ def test_the_order_of_modules_is_that_of_the_worker_that_came_first(tmp_path: Pa
     assert all(study.elsewhere == frozenset() for study in studies)
 
 
+def test_a_worker_waits_for_another_that_writes_the_order_of_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = opened(tmp_path, "1"), opened(tmp_path, "2")
+    keep = Store.keep
+
+    def writes(store: Store, kind: str, name: str, record: Any) -> None:
+        if not waited:
+            assert second.keep_sensed("contiguous", sensitivity(2)) == sensitivity(1)
+        keep(store, kind, name, record)
+
+    def goes_on(_: float) -> None:
+        if not waited:
+            waited.append(True)
+            first._store.claims.give_back("contiguous is sensed")
+            keep(first._store, "sensed", "contiguous", sensitivity(1))
+
+    waited: list[bool] = []
+    monkeypatch.setattr("time.sleep", goes_on)
+    monkeypatch.setattr(Store, "keep", writes)
+    assert first.keep_sensed("contiguous", sensitivity(1)) == sensitivity(1)
+    assert waited
+
+
+def fails(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_storage_that_fails_is_remembered_and_loses_no_more_than_its_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = opened(tmp_path)
-
-    def fails(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr("amptune.search.sampler.journal.Journal.append_logs", fails)
     study.add(trial_of(STOCK, study).row)
     assert study.keep_sensed("contiguous", sensitivity(1)) == study.sensed["contiguous"] == sensitivity(1)

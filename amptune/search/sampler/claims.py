@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -52,18 +52,18 @@ class Claims:
     def end(self) -> None:
         """Claims nothing more."""
         self._ended.set()
-        self._write((), ())
+        self._write(claims=(), compiling=())
 
     def beat(self) -> None:
         """Counts on once."""
-        self._write(self.own.claims, self.own.compiling)
+        self._write()
 
     def take(self, claim: Claim) -> bool:
         """Claims something; returns False, and claims nothing, if another worker has it.
 
         Two workers that claim the same at one moment see each other, and neither gets it.
         """
-        self._write({*self.own.claims, claim}, self.own.compiling)
+        self._write(claims=tuple({*self.own.claims, claim}))
         if claim not in self.others():
             return True
         self.give_back(claim)
@@ -72,12 +72,12 @@ class Claims:
     def give_back(self, claim: Claim) -> None:
         """Ends a claim."""
         if claim in self.own.claims:
-            self._write(set(self.own.claims) - {claim}, self.own.compiling)
+            self._write(claims=tuple({*self.own.claims} - {claim}))
 
     def compile(self, policies: Collection[Claim]) -> None:
         """Claims the policies whose graphs compile now, and no others of that kind."""
         if set(policies) != set(self.own.compiling):
-            self._write(self.own.claims, policies)
+            self._write(compiling=tuple(policies))
 
     def others(self) -> frozenset[Claim]:
         """Returns what other workers claim that are alive.
@@ -107,10 +107,12 @@ class Claims:
             return False
         return self.clock() - since_s > GONE_S
 
-    def _write(self, claims: Iterable[Claim], compiling: Iterable[Claim]) -> None:
+    def _write(self, **changes: tuple[Claim, ...]) -> None:
+        """Counts on, with these changes; the thread that counts makes none."""
         with self._writing:
-            self.own = WorkerRecord(beats=self.own.beats + 1, claims=tuple(claims), compiling=tuple(compiling))
-            self.study.set_user_attr(f"{WORKER} {self.worker}", to_plain(WorkerRecord, self.own))
+            record = replace(self.own, beats=self.own.beats + 1, **changes)
+            self.study.set_user_attr(f"{WORKER} {self.worker}", to_plain(WorkerRecord, record))
+            self.own = record
 
     def _go_on(self) -> None:
         while not self._ended.wait(BEAT_S):

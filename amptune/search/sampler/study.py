@@ -42,6 +42,8 @@ class Study:
     """The trials so far, as a value."""
     lost: StudyError | None = None
     """The first error by which the storage lost a record that this run goes on without."""
+    rows: tuple[Row, ...]
+    """The timings that are no trials, of all runs."""
     run = ""
     """The tuning run that uses the study, from `begin` on."""
 
@@ -49,14 +51,13 @@ class Study:
         self, store: Store, catalog: Catalog, objective: Objective, baseline: Policy | None, sampler: Sampler | None
     ) -> None:
         self._store, self._given = store, sampler
-        self.trials: list[Trial] = []
-        self._rows: list[Row] = []
         self._sensed: dict[str, Sensitivity] = {}
+        self.rows = ()
         self.history = History(catalog, (), objective, baseline)
-        self._take(catalog)
+        self._use(catalog)
         self._read()
 
-    def _take(self, catalog: Catalog) -> None:
+    def _use(self, catalog: Catalog) -> None:
         self.history = replace(self.history, catalog=catalog)
         self._sampler = PolicySampler(self._given, catalog.space) if self._given is not None else None
 
@@ -67,25 +68,23 @@ class Study:
             if self.run and trial.run == self.run:
                 continue
             if isinstance(trial.outcome, Failure) or objective.score(trial.outcome) is not None:
-                self.trials.append(replace(trial, number=len(self.trials)))
+                self._add(replace(trial, number=len(self.trials)))
             else:
-                self._rows.append(trial.row)
-        self._rows += self._store.new_rows()
-        self._update()
+                self.rows += (trial.row,)
+        self.rows += tuple(self._store.new_rows())
 
-    def _update(self) -> None:
-        if len(self.trials) != len(self.history.trials):
-            self.history = replace(self.history, trials=tuple(self.trials))
+    def _add(self, trial: Trial) -> None:
+        self.history = replace(self.history, trials=(*self.trials, trial))
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """The timings that are no trials, of all runs."""
-        return tuple(self._rows)
+    def trials(self) -> Sequence[Trial]:
+        """The trials that tell something, as they ended."""
+        return self.history.trials
 
     @property
     def table(self) -> list[Row]:
         """Every timing of all runs: the trials' and the others."""
-        return [*(trial.row for trial in self.trials), *self._rows]
+        return [*(trial.row for trial in self.trials), *self.rows]
 
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on, and says to other workers that this one lives."""
@@ -155,8 +154,7 @@ class Study:
 
     def tell(self, trial: Trial) -> None:
         """Adds a trial and stores it, unless the worker was killed from outside: the next run tries the policy."""
-        self.trials.append(trial)  # first, so that a storage that fails now does not lose it
-        self._update()
+        self._add(trial)  # first, so that a storage that fails now does not lose it
         if not (isinstance(trial.outcome, Failure) and trial.outcome.kind == "killed"):
             self._store.add(trial, self.history.catalog.points.get(trial.policy))
         self.release(trial.policy)
@@ -165,12 +163,11 @@ class Study:
         """Forgets a failure: on a busy machine it may have been chance, and nothing works without a baseline."""
         trial = self.history.latest.get(policy)
         if trial is not None and isinstance(trial.outcome, Failure):
-            self.trials.remove(trial)
-            self._update()
+            self.history = replace(self.history, trials=tuple(one for one in self.trials if one != trial))
 
     def add(self, row: Row) -> None:
         """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
-        self._rows.append(row)
+        self.rows += (row,)
         with self._losing():
             self._store.keep("row", uuid.uuid4().hex, row)
 
@@ -210,7 +207,7 @@ class Study:
 
     def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
         """Goes on with the policies of another space, or other policies of its points; trials are kept."""
-        self._take(Catalog(space, to_policy, fits))
+        self._use(Catalog(space, to_policy, fits))
 
 
 def open_study(
