@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
@@ -16,7 +15,7 @@ from amptune.measure.results.outcome import Effort, Failure
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
-from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Autocast, LossScale, Policy, amp_recipe
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge, cure_of
 from amptune.search.gate.judgement import Judgement, Unjudged
@@ -98,15 +97,25 @@ class _Examination:
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
         outcome = self.evaluator.measure(STOCK, replace(SHORT_RUN, time_limit_s=self._limit_s))
+        numerics: tuple[DtypeDiagnosis, ...] = ()
+        profiles: tuple[tuple[Policy, StepProfile], ...] = ()
         if isinstance(outcome, Failure):  # the step has to run before anything else is examined
-            findings = (*prepared.noticed, self._fp32_breaks(outcome))
-            return self._found(prepared, numerics=(), profiles=(), findings=findings)
-        numerics = tuple(self._numerics(prepared))
-        profiles, slow = self._speed(prepared)
-        disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
-        slow = (*disturbances, *slow, *self._input(numerics, outcome.mean_ms))
-        findings = (*prepared.noticed, *_in_order(numerics), *slow)
-        return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
+            findings: tuple[Finding, ...] = (self._fp32_breaks(outcome),)
+        else:
+            numerics = tuple(self._numerics(prepared))
+            profiles, slow = self._speed(prepared)
+            unsound_first = sorted(numerics, key=lambda one: one.judgement is not None and one.judgement.passes)
+            disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
+            waits = self._input(numerics, outcome.mean_ms)
+            findings = (*(it for one in unsound_first for it in one.findings), *disturbances, *slow, *waits)
+        return Diagnosis(
+            hardware=prepared.hardware,
+            subject=prepared.subject,
+            numerics=numerics,
+            profiles=profiles,
+            findings=(*prepared.noticed, *findings),
+            seconds=self.budget.spent_s,
+        )
 
     @property
     def _limit_s(self) -> float:
@@ -116,9 +125,6 @@ class _Examination:
     def _left_s(self) -> float:
         """The time limit of what the diagnosis can do without."""
         return max(OVERTIME_S, self.budget.left_s)
-
-    def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:
-        return Diagnosis(hardware=prepared.hardware, subject=prepared.subject, seconds=self.budget.spent_s, **found)
 
     def _fp32_breaks(self, failure: Failure) -> Finding:
         """Returns where the numbers of stock PyTorch break. Raises what else keeps it from running."""
@@ -229,20 +235,9 @@ def _recipes(prepared: Prepared) -> tuple[Policy, ...]:
 
     Any CPU computes both, if slowly.
     """
-    if not prepared.subject.castable:
-        return ()
-    hardware = prepared.hardware
-    bf16 = hardware.gpu is None or hardware.gpu.bf16
-    dtypes: tuple[Literal["bf16", "fp16"], ...] = ("bf16", "fp16") if bf16 else ("fp16",)
-    return tuple(amp_recipe(dtype) for dtype in dtypes)
-
-
-def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
-    """Yields the findings of unsound dtypes first."""
-    for sound in (False, True):
-        for one in numerics:
-            if (one.judgement is not None and one.judgement.passes) is sound:
-                yield from one.findings
+    gpu = prepared.hardware.gpu
+    dtypes: tuple[Autocast, ...] = ("bf16", "fp16") if gpu is None or gpu.bf16 else ("fp16",)
+    return tuple(map(amp_recipe, dtypes)) if prepared.subject.castable else ()
 
 
 def _under(policy: Policy, finding: Finding) -> Finding:
