@@ -41,7 +41,7 @@ __all__ = ["tune_command"]
 _GROUPS = {
     "Result": ["output", "force", "report", "verbose", "quiet", "as_json"],
     "Effort": ["budget", "trials"],
-    "What is best": ["objective", "least_speed", "steps", "baseline", "max_memory"],
+    "What is best": ["objective", "least_speed", "baseline", "max_memory"],
     "What may change": ["batch_size", "global_batch", "devices", "compile_", "pins", "space"],
     "Where it runs": ["device", "workers", "study", "seed", "sampler"],
 }
@@ -67,8 +67,6 @@ _GROUPS = {
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
 @objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
-@click.option("--steps", type=COUNT, metavar="N",
-              help="You will train for so many: the policy that ends first wins, compiling included.")  # fmt: skip
 @click.option("--baseline", type=FILE, default="stock", show_default=True, help="What training uses today.",
               metavar="stock|amp-fp16|amp-bf16|transformers|FILE")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
@@ -198,7 +196,6 @@ def _request(
     sampler: str,
     objective: str,
     least_speed: float | None,
-    steps: int | None,
     ranks: int,
 ) -> TuningRequest:
     from amptune.search.request import TuningRequest, place_of, source_of
@@ -225,7 +222,7 @@ def _request(
         ranks=ranks,
         seed=seed,
         sampler=_sampler(sampler, seed),
-        objective=objective_of(objective, least_speed, steps),
+        objective=objective_of(objective, least_speed),
     )
 
 

@@ -133,7 +133,10 @@ class Policy:
 
     @property
     def uses_fp32_math(self) -> bool:
-        """True if any product runs in FP32; with half precision, only those of the excluded modules do."""
+        """True if this policy lets any product run in FP32: with half precision, those of the modules that it excludes.
+
+        A model may keep others in FP32 by itself, which a policy cannot know.
+        """
         return self.precision == "off" or bool(self.fp32_modules)
 
     @property

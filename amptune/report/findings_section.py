@@ -30,7 +30,6 @@ _ADVICE = {
     "shared-cpu": "Measure the policy again with all cores: `amptune verify policy.yaml TARGET`.",
     "compile-not-tried": "Run the same command again: it continues.",
     "compile-pays": "Nothing, if you train for longer than that.",
-    "starts-late": "Nothing; if you train for longer, say so with --steps.",
     "graph-breaks": "Move what breaks the graph out of the model's forward, or keep compile off.",
     "recompiles": "Pad batches to a fixed size.",
     "launch-bound": "CUDA graphs or torch.compile: the host is too slow for this GPU.",

@@ -42,7 +42,6 @@ def tune(
     sampler: Sampler | None = None,
     objective: ObjectiveName = "throughput",
     least_speed: float | None = None,
-    steps: int | None = None,
     observer: Observer | None = None,
 ) -> Decision:
     """Finds the best policy for a workload on this machine: `amptune tune` as a function.
@@ -58,7 +57,7 @@ def tune(
 
     The `objective` is samples per second; or "memory", the least peak memory at no less than `least_speed` times the
     baseline's samples per second (default: 1); or "energy", joules per sample, where the GPU counts them. One study
-    serves all three. With `steps`, of the training to come, the policy that ends it first wins, compiling included.
+    serves all three.
 
     Raises a subclass of `AmptuneError`, and `TuningInterrupted` on Ctrl-C or if an error ends it, with the best so far.
     """
@@ -97,6 +96,6 @@ def tune(
         ranks=ranks_of(devices, device),
         seed=seed,
         sampler=sampler,
-        objective=objective_of(objective, least_speed, steps),
+        objective=objective_of(objective, least_speed),
     )
     return run_tuning(request, observer or (lambda _: None))

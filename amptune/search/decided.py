@@ -13,6 +13,7 @@ from amptune.search.decide.conclusion import Conclusion
 from amptune.search.decide.decision import Decision, decide
 from amptune.search.durations import Durations
 from amptune.search.measuring import loader_findings
+from amptune.search.space.islands import islands_finding
 from amptune.search.state import State
 from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.verdict import Verdict
@@ -55,6 +56,8 @@ def _noticed(state: State, verdict: Verdict) -> Iterator[Finding]:
     if wanted.global_batch is not None:
         yield wanted.global_batch.kept_by(winner)
     yield from devices_findings(wanted.devices, state.prepared)
+    islands = (islands_finding(sensed) for sensed in state.sensed.values())
+    yield from [found for found in islands if found is not None][:1]
     if winner.fused_optimizer and not state.prepared.subject.fusable:
         message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
         yield Finding(code="fused-optimizer-without-effect", message=message)

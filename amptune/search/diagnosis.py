@@ -10,12 +10,13 @@ from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
 from amptune.measure.breakdown.slow_findings import speed_findings
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
+from amptune.measure.results.half_effects import Half
 from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
 from amptune.measure.results.outcome import Effort, Failure
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
-from amptune.policy.settings import STOCK, Autocast, LossScale, Policy, amp_recipe
+from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
 from amptune.search.events import Observer, PolicyJudged
 from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge, cure_of
 from amptune.search.gate.judgement import Judgement, Unjudged
@@ -25,6 +26,7 @@ from amptune.search.gate.repair import Cure
 from amptune.search.measuring import turn_of
 from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of, workers_log
+from amptune.search.space.islands import islands_finding
 from amptune.search.table.trial import error_of_baseline
 from amptune.search.verification import DISTURBANCES
 from amptune.workload.workload import Workload
@@ -106,8 +108,8 @@ class _Examination:
             profiles, slow = self._speed(prepared)
             unsound_first = sorted(numerics, key=lambda one: one.judgement is not None and one.judgement.passes)
             disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
-            waits = self._input(numerics, outcome.mean_ms)
-            findings = (*(it for one in unsound_first for it in one.findings), *disturbances, *slow, *waits)
+            more = (*disturbances, *slow, *self._islands(prepared), *self._input(numerics, outcome.mean_ms))
+            findings = (*(it for one in unsound_first for it in one.findings), *more)
         return Diagnosis(
             hardware=prepared.hardware,
             subject=prepared.subject,
@@ -216,6 +218,13 @@ class _Examination:
         profile = self.evaluator.profile(policy, self._left_s)
         return f"the step could not be profiled: {profile}" if isinstance(profile, Failure) else profile
 
+    def _islands(self, prepared: Prepared) -> Iterator[Finding]:
+        """Yields where the model keeps products in FP32 under autocast, if there is time to look."""
+        if (dtypes := _half_dtypes(prepared)) and self.budget.left_s > 0:
+            sensed = self.evaluator.sense(STOCK, dtypes[:1], self._left_s)
+            finding = None if isinstance(sensed, Failure) else islands_finding(sensed)
+            yield from () if finding is None else (finding,)
+
     def _input(self, numerics: Sequence[DtypeDiagnosis], step_ms: float) -> Iterator[Finding]:
         """Yields whether the user's loop waits for its data, if there is time to look; a step takes about `step_ms`."""
         if self.budget.left_s <= 0:
@@ -231,13 +240,18 @@ class _Examination:
 
 
 def _recipes(prepared: Prepared) -> tuple[Policy, ...]:
-    """Returns the AMP recipe in the dtypes that this machine has, bf16 first; none for a model in float64.
+    return tuple(map(amp_recipe, _half_dtypes(prepared)))
+
+
+def _half_dtypes(prepared: Prepared) -> tuple[Half, ...]:
+    """Returns the dtypes for autocast that this machine has, bf16 first; none for a model in float64.
 
     Any CPU computes both, if slowly.
     """
     gpu = prepared.hardware.gpu
-    dtypes: tuple[Autocast, ...] = ("bf16", "fp16") if gpu is None or gpu.bf16 else ("fp16",)
-    return tuple(map(amp_recipe, dtypes)) if prepared.subject.castable else ()
+    if not prepared.subject.castable:
+        return ()
+    return ("bf16", "fp16") if gpu is None or gpu.bf16 else ("fp16",)
 
 
 def _under(policy: Policy, finding: Finding) -> Finding:

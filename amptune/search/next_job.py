@@ -165,7 +165,8 @@ def _wait(state: State, at: Durations) -> Job | None:
 
 def _round(state: State, at: Durations) -> Job | None:
     """The round of the comparison that tells most; its leader is judged before."""
-    verdict = None if state.rounds.is_over or _has_failed(state) else state.verdict
+    is_over = state.rounds.is_over or state.left_s < MOMENT_S or _has_failed(state)
+    verdict = None if is_over else state.verdict
     if verdict is None:
         return None
     leader = None if verdict.leader is None else verdict.leader.policy
@@ -177,8 +178,7 @@ def _round(state: State, at: Durations) -> Job | None:
         state.bar,
         beside=[one.policy for one in recipes][:1],
         running=state.running,
-        fresh_s=lambda some: at.round_s(some, fresh=True) - sum(map(at.turn_s, some)),
-        cost_s=at.turn_s,
+        seconds=at.round_s,
         left_s=state.left_s,
     )
     if chosen is None:
@@ -196,7 +196,8 @@ def _winner(state: State, at: Durations) -> Job | None:
         return None
     winner, limit_s = verdict.winner.policy, state.left_s + GRACE_S
     if state.judgements.is_open(winner):
-        return Job(kind="numerics", policies=(winner,), seconds=at.judge_s(winner), limit_s=limit_s)
+        seconds = at.judge_s(winner)
+        return Job(kind="numerics", policies=(winner,), seconds=seconds, limit_s=limit_s)
     seconds = at.judge_graph_s(winner)
     longest_s = min(limit_s, JUDGED_GRAPH_SHARE * state.request.budget.seconds)
     if state.judgements.is_graph_open(winner) and seconds < longest_s:

@@ -1,4 +1,4 @@
-"""Refinements of the leader, as it runs: FP32 or half for some modules, where the modules' own times promise enough."""
+"""Refinements of the leader, as it runs: other precisions for some modules, where the modules' times promise enough."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from amptune.policy.settings import Fp32Math, Policy
+from amptune.search.space.islands import islands_refinement
 from amptune.search.space.knobs import EXCLUSIONS, IN_HALF
 from amptune.search.state import State
 
@@ -42,7 +43,7 @@ def refinements_of(state: State) -> Iterator[Policy]:
     dtype, layout = leader.autocast, leader.memory_format
     depths = [int(one) for one in state.candidates.space.choices(EXCLUSIONS) if one]
     saves_ms = {depth: ladder.saves_ms(depth, dtype, layout) for depth in depths}
-    _, timed_under = sensed_as(state, layout)
+    name, timed_under = sensed_as(state, layout)
     needed = tuple(rule for rule in leader.fp32_modules if rule.is_needed)
     if not any(not rule.is_needed for rule in leader.fp32_modules):
         for depth in sorted(depths, key=lambda depth: -saves_ms[depth]):
@@ -52,3 +53,8 @@ def refinements_of(state: State) -> Iterator[Policy]:
     if ladder.half and not leader.half_modules and True in state.candidates.space.choices(IN_HALF):
         if ladder.half_saves.get((dtype, layout), 0.0) >= WORTH * step_ms:
             yield replace(leader, half_modules=ladder.half)
+    if (sensed := state.sensed.get(name)) is not None:
+        of_islands = islands_refinement(
+            leader, sensed, state.candidates.space, state.prepared.hardware, step_ms=step_ms
+        )
+        yield from () if of_islands is None else (of_islands,)

@@ -74,7 +74,15 @@ def clips_scaled(tuned, model, optimizer, batch):
     tuned.scaler.update()
     return loss
 
+class Island(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
 divides = of(Divides)
+island = Workload(model=lambda: nn.Sequential(nn.Linear(8, 512), nn.GELU(), Island(512, 512), nn.Linear(512, 8)),
+                  batch=lambda n: torch.randn(n, 8), loss=lambda model, batch: model(batch).square().mean(),
+                  optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.01), batch_size=256)
 misused = of(loss=None, step=clips_scaled)
 spoiled = of(batch=lambda n: (torch.full((n, 32), float("inf")), torch.randint(4, (n,))))
 """
@@ -109,6 +117,13 @@ def test_a_module_that_overflows_is_named_first_and_its_exclusion_is_the_cure(fo
     assert fp16["cure"]["modules"] == ["2"]
     assert fp16["cure"]["fp32_modules"] in ([{"path": "2"}], [{"type": "Squares"}])
     assert next(one for one in answer["numerics"] if one["autocast"] == "bf16")["sound"] is True
+
+
+def test_what_a_model_keeps_in_fp32_under_autocast_is_named_with_its_line(folder: Path) -> None:
+    found = next(one for one in answer_to("island", folder)["findings"] if one["code"] == "fp32-islands")
+    assert found["module"] == "2"
+    line = 1 + WORKLOADS.splitlines().index("            return super().forward(x.float())")
+    assert f"train.py:{line})" in found["message"]
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_a_setting_without_effects_is_judged_and_has_its_own_memory_and_graph() 
 
 def test_what_is_as_precise_as_stock_needs_no_judgement() -> None:
     exempt = [FUSED, NHWC, Policy(fp32_math="ieee"), Policy(cuda_graphs=True, cudnn_benchmark=True)]
-    judged = [Policy(fp32_math="tf32"), COMPILED, BF16]
+    judged = [Policy(fp32_math="tf32"), COMPILED, BF16, replace(BF16, fp32_math="tf32")]
     assert [one for one in (*exempt, *judged) if AGAINST_STOCK.is_exempt(one)] == exempt
 
 
@@ -70,6 +70,10 @@ def test_what_is_as_precise_as_stock_needs_no_judgement() -> None:
     [
         (numerics_of, FUSED, STOCK, True),
         (numerics_of, NHWC, STOCK, False),
+        # a model may keep products out of autocast by itself
+        (numerics_of, replace(BF16, fp32_math="tf32"), BF16, False),
+        (rounding_of, replace(BF16, fp32_math="tf32"), BF16, False),
+        (memory_of, replace(BF16, fp32_math="tf32"), BF16, True),
         (memory_of, FUSED, STOCK, True),
         (memory_of, BF16, Policy(autocast="fp16", loss_scale=LossScale(init=8.0)), True),
         (memory_of, Policy(autocast="bf16", fp32_math="ieee", fp32_modules=(Fp32Rule(path="head"),)), BF16, True),

@@ -54,14 +54,14 @@ def test_a_comparison_has_a_plain_number(label: str, limit: str) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("forbid: [{when: {autocast: {a: 1}}, because: x}]", "autocast: {'a': 1} is not a value, or a list of values"),
-        ("forbid: [{when: {autocast: [[a]]}, because: x}]", "autocast: [['a']] is not a value, or a list of values"),
-        ("forbid: [{when: {autocast: []}, because: x}]", "autocast: [] is not a value, or a list of values"),
-        ("try_first: [{autocast: [bf16]}]", "autocast: ['bf16'] is not a value"),
-        ("try_first: [{autocast: {a: 1}}]", "autocast: {'a': 1} is not a value"),
+        ("forbid: [{when: {autocast: {a: 1}}, because: x}]", "autocast: {'a': 1} is not one of off, bf16"),
+        ("forbid: [{when: {autocast: [[a]]}, because: x}]", "autocast: ['a'] is not one of off, bf16"),
+        ("forbid: [{when: {autocast: []}, because: x}]", "autocast: [] is not one of off, bf16"),
+        ("try_first: [{autocast: [bf16]}]", "autocast: ['bf16'] is not one of off, bf16"),
+        ("try_first: [{autocast: {a: 1}}]", "autocast: {'a': 1} is not one of off, bf16"),
         ('extends: "a\\0b"', "'a\\x00b' is no file and no space of amptune's"),
         (f"extends: {'a' * 300}", "is no file and no space of amptune's"),
-        ("forbid: [{when: {autocat: bf16}, because: x}]", "'autocat' is no knob of this space; did you mean autocast?"),
+        ("forbid: [{when: {autocat: bf16}, because: x}]", "unknown knob 'autocat'; did you mean autocast?"),
     ],
 )
 def test_a_space_takes_values_where_values_stand(more: str, said: str) -> None:

@@ -55,6 +55,13 @@ def test_a_later_step_that_fails_takes_the_earlier_ones_back() -> None:
     apply(Policy(autocast="bf16"), model).undo()
 
 
+def test_tf32_under_autocast_is_set_for_what_a_model_keeps_in_fp32_by_itself() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with apply(Policy(autocast="bf16", fp32_math="tf32"), Net()):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
 def test_a_model_has_one_policy_at_a_time_and_a_copy_of_a_patched_one_has_it_too() -> None:
     model = Net()
     tuned = apply(EVERYTHING, model)

@@ -11,6 +11,15 @@ from typing import Any
 
 import commands
 import pytest
+from studies import BF16, OOM, OUTCOMES, compared
+from test_study import opened, sensitivity, trial_of
+
+from amptune.errors import StudyError
+from amptune.measure.results.training_runs import Parity
+from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
+from amptune.search.gate.judgement import judged
+from amptune.search.sampler.storage import keep_findings
 
 VALUES: list[Any] = [None, True, 0, -1, 1e308, float("nan"), "", "\x1b", [], ["x"], {}, {"a": 1}, 10**30, "9" * 5000]
 ONE_LINE = [b"3\n", b"[]\n", b"null\n", b"{}\n", b"\xff\xfe\n", b"\0" * 20 + b"\n", b"[" * 99_999 + b"\n"]
@@ -20,10 +29,17 @@ ONE_LINE = [b"3\n", b"[]\n", b"null\n", b"{}\n", b"\xff\xfe\n", b"\0" * 20 + b"\
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     """The lines of a study's journal."""
     folder = tmp_path_factory.mktemp("tuned")
-    (folder / "t.py").write_text(commands.WORKLOADS)
-    line = ("tune", "t.py:small", "--study", "study", "--trials", "4", "--no-compile")
-    assert commands.run(*line, folder=folder, evaluator=commands.Machine()).returncode == 0
-    return (folder / "study" / "journal.log").read_bytes().splitlines(keepends=True)
+    study = opened(folder)
+    for policy, outcome in {**OUTCOMES, Policy(threads=3): OOM}.items():
+        assert study.claim(policy)
+        study.tell(trial_of(policy, study, outcome))
+    for row in compared(rounds=1):
+        study.add(row)
+    study.keep_sensed("contiguous", sensitivity(1))
+    study.keep(judged(BF16, Parity(losses=(2.0, 1.0), losses_fp32=((2.0, 1.0),))))
+    study.end([{"stage": "search"}])
+    keep_findings(folder, study.run, [Finding(code="input-bound", message="it waits", figures={"share": 0.2})])
+    return (folder / "journal.log").read_bytes().splitlines(keepends=True)
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -84,21 +100,24 @@ def test_an_operation_that_the_journal_does_not_know_is_refused(
     assert (done.returncode, "journal.log:2: is no record of a study" in done.stderr) == (2, True)
 
 
-def test_tune_refuses_damage_and_leaves_the_journal_as_it_is(lines: list[bytes], tmp_path: Path) -> None:
+def test_a_worker_refuses_damage_and_leaves_the_journal_as_it_is(lines: list[bytes], tmp_path: Path) -> None:
     content = b"".join([*lines, b"\xff\xfe\n"])
     (tmp_path / "journal.log").write_bytes(content)
-    (tmp_path / "t.py").write_text(commands.WORKLOADS)
-    line = ("tune", "t.py:small", "--study", ".", "--trials", "1", "--no-compile")
-    done = commands.run(*line, folder=tmp_path, evaluator=commands.Machine())
-    assert (done.returncode, f"journal.log:{len(lines) + 1}: " in done.stderr) == (2, True)
+    with pytest.raises(StudyError, match=rf"journal\.log:{len(lines) + 1}: "):
+        opened(tmp_path)
     assert (tmp_path / "journal.log").read_bytes() == content
+
+
+@pytest.mark.parametrize("lost", [1, 20])
+def test_half_a_record_at_the_end_is_dropped(lost: int, lines: list[bytes], tmp_path: Path) -> None:
+    (tmp_path / "journal.log").write_bytes(b"".join(lines)[: -len(lines[-1]) + lost])
+    opened(tmp_path)
+    assert (tmp_path / "journal.log").read_bytes().startswith(b"".join(lines[:-1]) + b'{"op_code"')
 
 
 def test_a_record_whose_line_break_is_lost_is_kept(lines: list[bytes], tmp_path: Path) -> None:
     content = b"".join(lines).rstrip(b"\n")
     whole = report(b"".join(lines), tmp_path, "--json").stdout
     assert report(content, tmp_path, "--json").stdout == whole
-    (tmp_path / "t.py").write_text(commands.WORKLOADS)
-    line = ("tune", "t.py:small", "--study", ".", "--trials", "1", "--no-compile")
-    assert commands.run(*line, folder=tmp_path, evaluator=commands.Machine()).returncode == 0
+    opened(tmp_path, "later")
     assert (tmp_path / "journal.log").read_bytes().startswith(content + b"\n{")

@@ -6,18 +6,18 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from postgres_server import POSTGRESQL, Server, postgresql
-from test_policy_sampler import candidates, searched
+from studies import OOM, TUNING
+from test_study import BF16, candidates, trial_of
 
 from amptune.errors import StudyError
-from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import STOCK
+from amptune.policy.settings import STOCK, amp_recipe
 from amptune.search.request import _require_database
 from amptune.search.sampler.study import Study, open_study
-from amptune.search.table.trial import Trial
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -40,11 +40,13 @@ def at_server(server: Server) -> Iterator[At]:
 
     def study_for(left_s: Callable[[], float]) -> Study:
         opened = open_study(server.url, "study", known.space, known.policy_of, seed=0, baseline=STOCK, left_s=left_s)
+        opened.begin(replace(TUNING, run=str(len(studies))))
         studies.append(opened)
         return opened
 
     yield study_for
     for study in studies:
+        study.end(())
         study._store._study._storage.remove_session()
         study._store._study._storage._backend.engine.dispose()  # type: ignore[attr-defined]  # of what Optuna caches
 
@@ -53,7 +55,11 @@ def test_the_drivers_of_the_documented_address_are_there(server: Server, at_serv
     (scheme,) = set(re.findall(r"--study (\w+://)", (DOCS / "clusters.md").read_text()))
     assert server.url.startswith(scheme)
     _require_database(server.url)
-    assert len(searched(at_server(lambda: 0.0), 2)) == 2
+    study = at_server(lambda: 0.0)
+    assert study.claim(BF16)
+    assert at_server(lambda: 0.0).elsewhere == {BF16}
+    study.tell(trial_of(BF16, study))
+    assert at_server(lambda: 0.0).history.latest.keys() == {BF16}
 
 
 def test_a_server_that_restarts_is_waited_for_and_no_trial_is_lost(
@@ -66,18 +72,17 @@ def test_a_server_that_restarts_is_waited_for_and_no_trial_is_lost(
             server.start()
             pauses.append(pause_s)
 
-    for _ in range(2):
-        suggestion = study.suggest()
-        assert suggestion is not None
+    for policy in (amp_recipe("fp16"), STOCK):
+        assert study.claim(policy)
         pauses.clear()
         server.stop()
         monkeypatch.setattr(time, "sleep", restarted)
-        trial = Trial(number=0, policy=suggestion.policy, outcome=Failure(kind="oom", message=""), seconds=1.0)
-        study.tell(suggestion, trial)
+        study.tell(trial_of(policy, study, OOM))
         assert pauses
         monkeypatch.undo()
-    assert {trial.policy for trial in at_server(lambda: 0.0).trials} == {trial.policy for trial in study.trials}
-    assert study._store.running() == set()
+    later = at_server(lambda: 0.0)
+    assert {trial.policy for trial in later.trials} == {trial.policy for trial in study.trials}
+    assert later.elsewhere == frozenset()
 
 
 def test_a_server_that_does_not_come_back_ends_a_search_that_has_no_time_left(server: Server, at_server: At) -> None:
@@ -85,7 +90,7 @@ def test_a_server_that_does_not_come_back_ends_a_search_that_has_no_time_left(se
     server.stop()
     try:
         with pytest.raises(StudyError, match="cannot be read or written"):
-            study.suggest()
+            study.claim(amp_recipe("fp16", memory_format="channels_last"))
     finally:
         server.start()
 

@@ -16,12 +16,12 @@ from simulated.recorded import RecordedEvaluator
 from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity
 from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
-from amptune.policy.settings import HalfRule, amp_recipe
+from amptune.policy.settings import HalfRule, MemoryFormat, amp_recipe
 from amptune.search.space.exclusions import Ladder, Price, ladder_by_time
 from amptune.search.space.module_rules import covered_by
 
 SUBJECT = RecordedEvaluator("resnet50").prepare(1.0).subject
-LAYOUT = "contiguous"
+LAYOUT: MemoryFormat = "contiguous"
 
 
 @cache

@@ -7,12 +7,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tables import BF16, FP16, Drawn, decided, in_turn
+from tables import BF16, FP16, Drawn, decided
 
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import STOCK
 from amptune.report.markup import number
-from amptune.search.decide.conclusion import Conclusion
-from amptune.search.gate.judgements import Judgements
 from amptune.search.table.effects import CPU, GPU
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
@@ -45,12 +43,12 @@ def test_figures_of_two_policies_divide_to_the_ratio_that_is_told(
             assert math.isclose(own.peak_memory_mib / one.peak_memory_mib, one.gain.value, rel_tol=1e-9)
 
 
-@given(value=st.floats(0.05, 50.0), width=st.floats(0.0, 3.0))
+@given(value=st.floats(0.05, 50.0), width=st.floats(0.0, 5.0))
 def test_a_ratio_has_the_digits_that_its_interval_carries(value: float, width: float) -> None:
     ratio = Ratio(value=value, low=value / (1 + width), high=value * (1 + width))
     half = (ratio.high - ratio.low) / 2
     shown = str(ratio)
-    assert ("too noisy to tell" in shown) == (ratio.high > 4 * ratio.value)
+    assert ("too noisy to tell" in shown) == (ratio.high > 4 * ratio.value and ratio.low < 1 < ratio.high)
     if "noisy" not in shown and half >= 0.5:
         assert len(shown.partition("×")[0].partition(".")[2]) == 1
 
@@ -58,20 +56,3 @@ def test_a_ratio_has_the_digits_that_its_interval_carries(value: float, width: f
 @pytest.mark.parametrize(("ms", "shown"), [(2830.4, "2,830"), (0.81234, "0.8123"), (123456.7, "123,457")])
 def test_numbers_are_written_out(ms: float, shown: str) -> None:
     assert number(ms) == shown
-
-
-def one_process(policy: Policy, machine: object) -> object:
-    rows = in_turn({STOCK: [10.0] * 3, policy: [6.0] * 3}, per_launch=3)
-    return decided(rows, machine)  # type: ignore[arg-type]
-
-
-def test_one_process_claims_nothing_on_a_cpu_and_is_provisional_on_a_gpu() -> None:
-    on_cpu, on_gpu = one_process(BF16, CPU), one_process(BF16, GPU)
-    assert on_cpu.keeps_the_baseline  # type: ignore[attr-defined]
-    told = Conclusion(verdict=on_cpu, trials=(), judgements=Judgements(STOCK), recipes=())  # type: ignore[arg-type]
-    assert told.grounds == "undecided: bf16 was faster in one process alone, and it takes 2 to tell"
-    assert on_gpu.winner.policy == BF16  # type: ignore[attr-defined]
-    assert on_gpu.confidence == "likely"  # type: ignore[attr-defined]
-    assert on_gpu.gain.low <= 1  # type: ignore[attr-defined]
-    rows = in_turn({STOCK: [10.0] * 3, BF16: [6.0] * 3}, per_launch=1)
-    assert decided(rows, CPU).winner.policy == BF16

@@ -19,7 +19,6 @@ from amptune.search.space.knobs import (
     pin,
     points,
     reason_against,
-    restrict,
     with_choices,
 )
 
@@ -96,7 +95,7 @@ def test_restricting_keeps_the_points_with_those_values_and_pinning_those_with_o
     """A pin may allow more points than before: a rule that forbids a value does not hold against one that is asked."""
     knob = a_knob(data, space)
     kept = data.draw(parts_of(knob.choices))
-    left = restrict(space, knob.name, kept)
+    left = with_choices(space, knob.name, kept)
     assert set(points(left)) == {point for point in points(space) if point[knob.name] in kept}
     assert set(left.try_first) == {point for point in space.try_first if point[knob.name] in kept}
     pinned = pin(space, knob.name, as_text(kept[0]))
@@ -114,7 +113,7 @@ def test_starting_points_keep_their_order_move_to_the_value_given_and_merge(spac
     knob = a_knob(data, space)
     kept = data.draw(parts_of(knob.choices))
     moved = with_choices(space, knob.name, kept, kept[0])
-    expected = [point if point[knob.name] in kept else Point({**point, knob.name: kept[0]}) for point in space.try_first]
+    expected = [one if one[knob.name] in kept else Point({**one, knob.name: kept[0]}) for one in space.try_first]
     assert moved.try_first == tuple(point for point in dict.fromkeys(expected) if point in set(points(moved)))
 
 

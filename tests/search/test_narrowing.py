@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from amptune.search.narrowing import Narrowing
 from simulated.recorded import RecordedEvaluator
 from tables import BF16, BF16_LAST, FP16, block, row
 
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.narrowing import Narrowing
 from amptune.search.plan.budget import Budget
 from amptune.search.table.effects import GPU
 from amptune.search.table.row import Row

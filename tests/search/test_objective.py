@@ -26,8 +26,6 @@ MEMORY, ENERGY = Objective("memory"), Objective("energy")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("memory", None, 100), "steps are for the objective throughput"),
-        (("throughput", None, 0), "and at least 1, not 0"),
         (("speed", None), "one of throughput, memory, energy, not 'speed'"),
         (("energy", 0.9), "the least speed is for the objective memory; energy has no need of one"),
         (("memory", math.inf), "the least speed is a share of the baseline's above 0, such as 0.9, not inf"),

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import pytest
+from amptune.search.plan.plan import WORTHWHILE, Moment, Step, next_step
+from amptune.search.plan.timeline import Timeline
 from simulated.clock import SimulatedClock
 
 from amptune.search.plan.budget import Budget
-from amptune.search.plan.plan import WORTHWHILE, Moment, Step, next_step
-from amptune.search.plan.timeline import Timeline
 
 
 def step(what: str, seconds: float, worth: float, *, needed: bool = False) -> Step:

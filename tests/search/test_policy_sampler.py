@@ -1,4 +1,4 @@
-"""The study as Optuna knows it: samplers, workers beside one another, and what plain Optuna reads."""
+"""Optuna's samplers drive a search, and leave nothing in its study but what ran."""
 
 from __future__ import annotations
 
@@ -6,51 +6,71 @@ from pathlib import Path
 
 import optuna
 import pytest
-from optuna.samplers import BaseSampler, RandomSampler
-from optuna.trial import TrialState
-from simulated.recorded import RecordedEvaluator
+from optuna.samplers import BaseSampler, GPSampler, QMCSampler, RandomSampler, TPESampler
+from studies import OOM
+from test_study import BF16, candidates, opened, plain, trial_of
 
-from amptune.measure.results.outcome import Effort
 from amptune.policy.settings import STOCK, Policy
-from amptune.search.sampler.study import Study, open_study
-from amptune.search.space.candidates import Candidates, Wanted, candidates_for
-from amptune.search.table.trial import Trial
+from amptune.search.sampler.backend import experimental
+from amptune.search.sampler.policy_sampler import sampler_named
+from amptune.search.sampler.study import Study
 
 
-def candidates() -> Candidates:
-    return candidates_for(RecordedEvaluator("resnet50").prepare(1.0), Wanted(baseline=STOCK, pins={}))
-
-
-def opened(where: Path | str, sampler: BaseSampler | None = None) -> Study:
-    known = candidates()
-    return open_study(where, "study", known.space, known.policy_of, seed=0, baseline=STOCK, sampler=sampler)
-
-
-def searched(study: Study, count: int) -> list[Policy]:
-    """Measures so many suggestions."""
-    found = []
-    for _ in range(count):
-        suggestion = study.suggest()
-        assert suggestion is not None
-        found.append(suggestion.policy)
-        outcome = RecordedEvaluator("resnet50").measure(suggestion.policy, Effort())
-        number = len(study.trials)
-        study.tell(suggestion, Trial(number=number, policy=suggestion.policy, outcome=outcome, seconds=1.0))
+def searched(study: Study, count: int, besides: tuple[Policy, ...] = ()) -> list[Policy]:
+    """Measures what the study's sampler proposes; the first fails."""
+    found: list[Policy] = []
+    for number in range(count):
+        policy = study.suggested(besides, {})
+        assert policy is not None
+        assert study.claim(policy)
+        study.tell(trial_of(policy, study, None if number else OOM))
+        found.append(policy)
     return found
 
 
-def test_a_new_process_asks_what_the_old_one_would_have_asked(tmp_path: Path) -> None:
-    whole = searched(opened(tmp_path / "whole"), 8)
-    parts = [policy for _ in range(4) for policy in searched(opened(tmp_path / "parts"), 2)]
-    assert parts == whole
+def samplers() -> list[BaseSampler]:
+    with experimental():
+        return [RandomSampler(seed=0), TPESampler(seed=0), GPSampler(seed=0, n_startup_trials=3), QMCSampler(seed=0)]
 
 
-def test_optunas_own_samplers_search_the_space_and_plain_optuna_reads_what_ran(tmp_path: Path) -> None:
-    study = opened(tmp_path, RandomSampler(seed=0))
+@pytest.mark.parametrize("sampler", samplers(), ids=lambda one: type(one).__name__)
+def test_any_of_optunas_samplers_searches_the_space(sampler: BaseSampler, tmp_path: Path) -> None:
+    study = opened(tmp_path, sampler=sampler)
     found = searched(study, 8)
     assert len(set(found)) == 8
-    assert all(policy in study for policy in found)
-    plain = optuna.load_study(study_name="study", storage=study._store._study._storage)
-    complete = plain.get_trials(states=(TrialState.COMPLETE,))
-    assert [candidates().policy_of(trial.params) for trial in complete] == found  # type: ignore[arg-type]
-    assert plain.best_value == pytest.approx(max(trial.samples_per_s for trial in study.trials))
+    assert set(found) <= study.history.catalog.points.keys()
+    stored = plain(tmp_path)
+    assert [candidates().policy_of(trial.params) for trial in stored.trials] == found  # type: ignore[arg-type]
+    assert stored.best_value == max(trial.samples_per_s for trial in study.trials)
+
+
+def test_knobs_are_fixed_and_what_others_have_is_not_proposed(tmp_path: Path) -> None:
+    known = candidates(compile="off", fused_optimizer="false", cuda_graphs="false", fp32_exclusions="0")
+    study = opened(tmp_path, "1", known, sampler=RandomSampler(seed=0))
+    other = opened(tmp_path, "2", known)
+    assert other.claim(BF16)
+    for _ in range(20):
+        policy = study.suggested((STOCK,), {"autocast": "bf16"})
+        assert policy is not None
+        assert policy.autocast == "bf16"
+        assert policy != BF16
+    fixed = {knob.name: knob.plain for knob in known.space.knobs}
+    assert study.suggested((STOCK,), fixed) is None, "this names one policy, which is not free"
+    assert study.suggested((), fixed) == STOCK
+    assert plain(tmp_path).trials == []
+
+
+def test_without_a_sampler_nothing_is_suggested(tmp_path: Path) -> None:
+    assert sampler_named("amptune", 0) is None
+    assert isinstance(sampler_named("tpe", 0), TPESampler)
+    assert opened(tmp_path).suggested((), {}) is None
+
+
+def test_a_sampler_goes_on_in_the_space_that_is_adopted(tmp_path: Path) -> None:
+    study = opened(tmp_path, sampler=TPESampler(seed=0, n_startup_trials=1))
+    searched(study, 3)
+    other = candidates(autocast="bf16")
+    study.adopt(other.space, other.policy_of)
+    for policy in searched(study, 3):
+        assert policy.autocast == "bf16"
+    assert optuna.trial.TrialState.FAIL not in {trial.state for trial in plain(tmp_path).trials}

@@ -1,4 +1,4 @@
-"""What holds of every tuning and every study: machines, budgets, objectives and wishes are drawn."""
+"""What holds of every tuning: machines, budgets, objectives and wishes are drawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from measurements import took
 from simulated.clock import SimulatedClock
 from simulated.landscape import WORKLOADS, SyntheticEvaluator, Trouble, landscape_of
-from simulated.recorded import RecordedEvaluator
 
 from amptune.errors import NothingFeasibleError
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
@@ -32,15 +29,10 @@ from amptune.search.events import Event, TrialEnded
 from amptune.search.pipeline import TuningInterrupted, tune_with
 from amptune.search.plan.budget import Budget
 from amptune.search.request import TuningRequest
-from amptune.search.sampler.leases import GONE_S
 from amptune.search.sampler.storage import recall
-from amptune.search.sampler.study import Study, open_study
-from amptune.search.sampler.suggestion import Suggestion
-from amptune.search.space.candidates import Wanted, candidates_for
+from amptune.search.space.candidates import Wanted
 from amptune.search.space.global_batch import GlobalBatch
-from amptune.search.space.knobs import points
 from amptune.search.table.objective import objective_of
-from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
 # A tuning takes a second: few in `make test`, and others, more of them, with HYPOTHESIS_PROFILE=new.
@@ -333,89 +325,3 @@ def test_an_interrupted_tuning_keeps_what_it_measured_and_goes_on(tuning: Tuning
         assert not set(again.tried) & set(first.tried), "what was measured is remembered"
         assert {trial.policy for trial in again.decision.trials} >= set(first.tried)
         assert again.decision.baseline.rows > ran.count(first.decision.baseline.policy), "measured anew in each run"
-
-
-# --- a study -----------------------------------------------------------------------------------------------------
-
-SMALL = {
-    "cudnn_benchmark": "false", "compile": "off", "fp32_exclusions": "0", "cuda_graphs": "false",
-    "fused_optimizer": "false",
-}  # fmt: skip
-TRIED = candidates_for(RecordedEvaluator("resnet50").prepare(1.0), Wanted(baseline=STOCK, pins=SMALL))
-POLICIES = tuple(dict.fromkeys(TRIED.policy_of(point) for point in points(TRIED.space)))
-
-
-class Workers(RuleBasedStateMachine):
-    """Workers of one study, who ask, tell, give back and die."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
-        self.clock = SimulatedClock()
-        self.told: list[Policy] = []
-        self.held: dict[int, list[Suggestion]] = {0: [], 1: []}
-        self.studies = [self.opened(), self.opened()]
-
-    def opened(self) -> Study:
-        study = open_study(Path(self.folder.name), "study", TRIED.space, TRIED.policy_of, seed=0, baseline=STOCK)
-        leases = study._store._leases
-        leases.clock = self.clock
-        leases.beat()
-        return study
-
-    def taken(self) -> set[Policy]:
-        return {one.policy for held in self.held.values() for one in held}
-
-    @rule(worker=st.integers(0, 1), wanted=st.sampled_from([None, *POLICIES[:6]]))
-    def asks(self, worker: int, wanted: Policy | None) -> None:
-        free = set(POLICIES) - self.taken() - set(self.told)
-        suggestion = self.studies[worker].suggest(wanted=wanted)
-        if suggestion is None:
-            assert not free
-            return
-        assert suggestion.policy in free | {STOCK}, "nothing is measured twice but a baseline that was begun"
-        assert suggestion.policy not in self.told
-        assert wanted not in free or suggestion.policy == wanted
-        self.held[worker].append(suggestion)
-
-    @rule(worker=st.integers(0, 1), fails=st.booleans())
-    def tells(self, worker: int, fails: bool) -> None:
-        if not self.held[worker]:
-            return
-        suggestion = self.held[worker].pop()
-        outcome = Failure(kind="error", message="no") if fails else took(10.0)
-        number, policy = len(self.told), suggestion.policy
-        self.studies[worker].tell(suggestion, Trial(number=number, policy=policy, outcome=outcome, seconds=1.0))
-        self.told.append(policy)
-
-    @rule(worker=st.integers(0, 1))
-    def gives_back(self, worker: int) -> None:
-        if self.held[worker]:
-            self.studies[worker].forget(self.held[worker].pop())
-
-    @rule(worker=st.integers(0, 1))
-    def dies(self, worker: int) -> None:
-        """Another comes in its place; its trials are free once its counter has stood still for long."""
-        other = self.studies[1 - worker]
-        other._store.give_up_what_nobody_has()
-        self.studies[worker] = self.opened()
-        self.studies[worker]._store.give_up_what_nobody_has()
-        self.clock.advance(GONE_S - 1)
-        assert {one.policy for one in self.held[worker]} <= other._store.running(), "it may only be slow"
-        for living in self.studies:
-            living._store._leases.beat()
-            living._store.give_up_what_nobody_has()
-        self.clock.advance(2.0)
-        self.held[worker] = []
-
-    @invariant()
-    def all_that_was_told_is_there(self) -> None:
-        assert {trial.policy for trial in self.studies[0]._store.trials()} == set(self.told)
-
-    def teardown(self) -> None:
-        assert {trial.policy for trial in self.opened().trials} == set(self.told)
-        self.folder.cleanup()
-
-
-TestWorkers = Workers.TestCase
-TestWorkers.settings = settings(SOME, stateful_step_count=30)

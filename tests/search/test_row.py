@@ -12,7 +12,7 @@ from tables import BF16, BF16_LAST, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.table.row import SITTING_S, Row, are_alike, contradicts_trials, mean_error, sittings_of, step_spread
+from amptune.search.table.row import SITTING_S, Row, contradicts_trials, decisive, mean_error, settled_in, sittings_of, step_spread
 
 FULL = Measurement(
     samples_per_step=32,
@@ -113,9 +113,8 @@ def test_the_loop_contradicts_a_trial_that_was_ahead_and_is_clearly_behind_there
     assert contradicts_trials(rows, STOCK) is contradicted
 
 
-def test_steps_are_alike_if_they_take_about_the_same_multiple_of_the_baselines() -> None:
-    modes = (10.0, 20.0, 40.0) * 10
-    now_and_then = tuple(ms / 2 if n % 10 else 30 * ms for n, ms in enumerate(modes))
-    for steps, alike in ((tuple(ms / 2 for ms in modes), True), (now_and_then, False), (modes[:2], False)):
-        baseline, own = (row(policy, replace(took(), step_ms=of)) for policy, of in ((STOCK, modes), (BF16, steps)))
-        assert are_alike([own], [baseline]) is alike
+def test_a_trial_that_ended_early_tells_neither_how_fast_a_policy_is_nor_that_it_settles() -> None:
+    bound, whole = (row(BF16, block(40.0, abandoned=early)) for early in (True, False))
+    assert decisive([*TRIALS, bound]) == list(TRIALS)
+    assert decisive([bound, whole]) == [whole]
+    assert settled_in([bound]) == set()

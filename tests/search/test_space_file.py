@@ -238,7 +238,7 @@ forbid:
             MINE + CONTRADICTIONS,
             [
                 "space.yaml:8:16: autocast: 'fp16' is not one of off, bf16",
-                "space.yaml:9:23: cudnn_benchmark: 'true' is not one of false",
+                "space.yaml:9:23: cudnn_benchmark: true is not one of false",
                 "space.yaml:10:6: unknown knob 'compile'; the knobs are autocast, cudnn_benchmark",
                 "space.yaml:11:5: this starting point is forbidden: it is slow here",
                 "space.yaml:15:22: autocast: 'fp16' is not one of off, bf16",

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from measurements import took
-from tables import BF16, BF16_LAST, FP16, block, decided, equals, in_turn, row
+from tables import BF16, BF16_LAST, FP16, Drawn, block, decided, equals, in_turn, row
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, Policy
@@ -80,7 +82,7 @@ def test_a_baseline_that_was_never_measured_gives_no_verdict_and_one_that_failed
 @pytest.mark.parametrize(
     ("stock", "bf16", "per_launch", "code", "words", "confidence"),
     [
-        ([10.0, 10.2, 9.9], [9.7, 9.9, 9.7], 1, "provisional", "99.5 % counts as confirmed", "likely"),
+        ([10.0, 10.2, 9.9], [9.6, 9.8, 9.6], 1, "provisional", "99.5 % counts as confirmed", "likely"),
         ([10.0] * 8, [2.0] * 8, 8, "provisional", "but in one process alone, where it takes 2 to", "likely"),
         (
             [10.0] * 3,
@@ -106,6 +108,83 @@ def test_a_verdict_says_how_sure_it_is_and_what_would_confirm_it(
     assert ("undecided" in codes(verdict)) is (confidence == "undecided")
     if kept:
         assert (verdict.speedup.value, verdict.gain.low, verdict.gain.high) == (1.0, 1.0, 1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    gain=st.floats(0.8, 4.0),
+    launches=st.integers(1, 2),
+    blocks=st.integers(1, 3),
+    spread=st.floats(0.001, 0.5),
+    machine=st.sampled_from([GPU, CPU]),
+)
+def test_a_policy_is_written_only_if_the_baseline_does_not_lie_within_its_interval(
+    seed: int, gain: float, launches: int, blocks: int, spread: float, machine: Machine
+) -> None:
+    table = Drawn(machine, {STOCK: 10.0, BF16: 10.0 / gain, FP16: 12.0}, spread, seed=seed, wide=2.0)
+    for launch in range(launches):
+        table.rounds(blocks, launch=str(launch), start_s=60.0 * launch)
+    verdict = decided(table.rows, machine)
+    assert verdict.keeps_the_baseline or verdict.gain.low >= 1
+    assert (verdict.confidence == "confirmed") <= (launches > 1 or verdict.keeps_the_baseline)
+    if not verdict.keeps_the_baseline and launches == 1:
+        assert (verdict.gain.low, verdict.confidence) == (1.0, "likely"), "nobody saw what another process does"
+
+
+@pytest.mark.parametrize(
+    ("gain", "launches", "blocks", "machine", "confidence"),
+    [
+        (1.3, 1, 3, GPU, "likely"),
+        # On a CPU processes differ by 1.6 times at times: one process shows only a gain beyond that.
+        (1.6, 1, 3, CPU, "undecided"),
+        (1.8, 1, 1, CPU, "undecided"),
+        (1.9, 1, 2, CPU, "likely"),
+        (3.0, 1, 1, CPU, "likely"),
+        (1.9, 2, 1, CPU, "confirmed"),
+    ],
+)
+def test_a_gain_is_claimed_if_it_is_beyond_what_processes_differ_by(
+    gain: float, launches: int, blocks: int, machine: Machine, confidence: str
+) -> None:
+    count = launches * blocks
+    columns = {STOCK: [10.0 * gain] * count, BF16: [10.0] * count}
+    verdict = decided(in_turn(columns, per_launch=blocks, spread=0.01), machine)
+    assert (verdict.keeps_the_baseline, verdict.confidence) == (confidence == "undecided", confidence)
+    assert verdict.leader is not None
+    assert verdict.leader.policy == BF16
+    if verdict.keeps_the_baseline:
+        assert "the best of the others: bf16" in message(verdict, "keep")
+
+
+def test_a_gain_beside_a_busy_program_is_claimed_and_not_confirmed() -> None:
+    waiting = {policy: [block(ms, 0.1, host_delay=0.4, contaminated_by=("host-load",))] * 4 for policy, ms in BUSY}
+    verdict = decided(in_turn(waiting), CPU)
+    assert (verdict.winner.policy, verdict.confidence) == (BF16_LAST, "likely")
+
+
+BUSY = [(STOCK, 72.0), (BF16_LAST, 40.0)]
+
+
+def test_a_policy_that_is_very_slow_now_and_then_does_not_win() -> None:
+    steps = tuple(3.0 if n % 10 else 50.0 for n in range(30))
+    assert decided([row(STOCK, 10.0), timed(BF16, steps)], GPU).keeps_the_baseline
+
+
+def test_a_trial_that_ended_early_neither_wins_nor_leads() -> None:
+    early = [row(BF16, block(ms, abandoned=True), moment_s=ms) for ms in (2.0, 30.0)]
+    verdict = decided([row(STOCK, 10.0), *early], GPU)
+    assert verdict.leader is None
+    assert verdict.keeps_the_baseline
+    assert not verdict.is_open
+    assert decided([row(STOCK, 10.0), row(FP16, 5.0), *early], GPU).winner.policy == FP16
+
+
+def test_without_a_comparison_there_is_no_answer() -> None:
+    for rows, is_open in (([], True), ([row(BF16, 5.0, run="another")], True), ([row(BF16, OOM)], False)):
+        verdict = decided([row(STOCK, 10.0), *rows], GPU)
+        assert verdict.is_open is is_open
+        assert codes(verdict)[0] == ("budget-too-small" if is_open else "keep")
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
@@ -172,7 +251,9 @@ def test_of_energy_the_least_per_sample_wins_and_who_has_none_cannot() -> None:
 def test_every_contender_that_lost_says_why_and_the_winner_does_not() -> None:
     columns = {STOCK: [10.0] * 3, BF16: [5.0] * 3, FP16: [6.0] * 3, BF16_LAST: [12.0] * 3}
     equal, failing, barred = (Policy(autocast="bf16", cudnn_benchmark=True), Policy(compile="default"), equals(2)[1])
+    early = Policy(threads=1)
     rows = [*in_turn({**columns, equal: [5.0] * 3, barred: [4.0] * 3}), row(failing, OOM, moment_s=50.0)]
+    rows.append(row(early, block(32.0, abandoned=True), moment_s=52.0))
     verdict = decided(rows, GPU, bar=lambda policy: "not as good as FP32" if policy == barred else None)
     assert verdict.winner.policy == BF16
     assert verdict.winner.lost == lost(verdict, BF16) == ""
@@ -180,7 +261,8 @@ def test_every_contender_that_lost_says_why_and_the_winner_does_not() -> None:
     assert lost(verdict, FP16).startswith("behind bf16 by ")
     assert float(lost(verdict, FP16).removeprefix("behind bf16 by ").strip(" %")) == pytest.approx(20, abs=1)
     assert lost(verdict, BF16_LAST).startswith("not shown to be better than the baseline: 0.8")
-    assert lost(verdict, BF16_LAST).endswith(" % sure")
+    assert "sure" not in lost(verdict, BF16_LAST), "nobody asks how sure it is that a slower one is better"
+    assert lost(verdict, early) == "at most 0.3× the speed of the baseline (ended early)"
     assert lost(verdict, equal) == "no better than bf16, and not simpler"
     assert lost(verdict, failing).startswith("failed: oom")
     assert lost(verdict, barred) == "not as good as FP32"

@@ -12,6 +12,7 @@ from amptune.hardware.machine import MIB
 from amptune.measure.breakdown.operation_kinds import (
     bytes_cast,
     channels_of,
+    in_half,
     is_cast,
     is_convolution,
     is_matmul,
@@ -92,7 +93,7 @@ class _Tally:
     def __init__(self, device: Literal["cuda", "cpu"]) -> None:
         self._on_gpu = device == "cuda"
         self._sums = _Sums()
-        self._plain_ms: dict[tuple[str | None, _ProductKind], dict[str, float]] = defaultdict(dict)
+        self._plain_ms: dict[tuple[str | None, _ProductKind, bool | None], dict[str, float]] = defaultdict(dict)
         self._optimizer_ms = self._optimizer_kernels = 0.0
 
     def add(self, trace: StepTrace, step_ms: float) -> None:
@@ -119,7 +120,7 @@ class _Tally:
         about: dict[str, Any] = {"module": nesting.module_of(op)}
         self._sums.add(ModuleTime, about, ms=ms)
         copy = nesting.nearest(op, lambda one: one.name == "aten::copy_")
-        convolution = nesting.nearest(op, is_convolution)
+        convolution, product = nesting.nearest(op, is_convolution), nesting.nearest(op, is_product)
         kind = kind_of_kernel(work.name)
         if copy is not None and is_cast(copy):
             self._sums.add(CastTime, about, ms=ms, count=0, mib=0)
@@ -127,19 +128,21 @@ class _Tally:
             channels = None if convolution is None else channels_of(convolution)
             about |= {"kernel": _short(work.name), "channels": channels}
             self._sums.add(LayoutTime, about, ms=ms, count=1)
-        elif nesting.nearest(op, is_product) is None and kind != "tensor-core":
+        elif product is None and kind != "tensor-core":
             if op is not None and op.name.startswith("aten::"):
                 about |= {"operation": kind_of_operation(op)}
                 self._sums.add(OperationTime, about, ms=ms, count=1)
         elif self._on_gpu:
-            self._add_product(work, about["module"], convolution, nesting.nearest(op, is_matmul))
+            self._add_product(work, about["module"], product, nesting)
 
-    def _add_product(self, work: Kernel, module: str | None, convolution: Op | None, matmul: Op | None) -> None:
+    def _add_product(self, work: Kernel, module: str | None, product: Op | None, nesting: Nesting) -> None:
         kind, ms = kind_of_kernel(work.name), work.us / 1000
+        convolution, matmul = nesting.nearest(product, is_convolution), nesting.nearest(product, is_matmul)
         plain_ms = ms if kind == "plain" else 0.0
         if kind in ("tensor-core", "plain"):
             of: _ProductKind = "matmul" if convolution is None else "convolution"
-            mine, name = self._plain_ms[module, of], _short(work.name)
+            mine = self._plain_ms[module, of, in_half(nesting.around(product))]
+            name = _short(work.name)
             mine[name] = mine.get(name, 0.0) + plain_ms
         if convolution is None and matmul is not None and unaligned_dims(matmul):
             self._sums.add(UnalignedMatmul, _unaligned(matmul, module), ms=ms, count=0)
@@ -157,9 +160,10 @@ class _Tally:
         }
 
     def _products(self, steps: int) -> Iterator[ProductTime]:
-        for (module, kind), plain_ms in self._plain_ms.items():
+        for (module, kind, is_half), plain_ms in self._plain_ms.items():
             slowest = max(plain_ms, key=plain_ms.__getitem__) if any(plain_ms.values()) else None
-            yield ProductTime(module=module, kind=kind, plain_ms=sum(plain_ms.values()) / steps, slowest_plain=slowest)
+            ms = sum(plain_ms.values()) / steps
+            yield ProductTime(module=module, kind=kind, plain_ms=ms, slowest_plain=slowest, in_half=is_half)
 
 
 def _unaligned(op: Op, module: str | None) -> dict[str, Any]:

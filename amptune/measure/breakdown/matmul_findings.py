@@ -72,12 +72,12 @@ def _towards_tensor_cores(plain: list[ProductTime], gpu: Gpu, policy: Policy) ->
         unused = "" if policy.precision == "off" else "; half precision gains little there, so try fp32_modules"
         return f"the precision allows them, but the library chose no such kernel, as it does for {shapes}{unused}"
     if policy.precision != "off":
-        return "modules kept in FP32 use them with fp32_math: tf32" if gpu.tf32 else "they are kept in FP32"
+        return "products kept in FP32 use them with fp32_math: tf32" if gpu.tf32 else "they are kept in FP32"
     return f"FP32 does not use them as it is set; try {'fp32_math: tf32, or ' if gpu.tf32 else ''}autocast"
 
 
 def _allowed(product: ProductTime, gpu: Gpu, policy: Policy) -> bool:
     """Returns True if the policy lets the product use tensor cores; stock PyTorch allows only convolutions in TF32."""
-    if policy.precision != "off" and not policy.fp32_modules:
+    if not policy.uses_fp32_math if product.in_half is None else product.in_half:
         return True
     return gpu.tf32 and (policy.fp32_math == "tf32" or (policy.fp32_math == "stock" and product.kind == "convolution"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Literal
 
@@ -19,6 +20,7 @@ from amptune.measure.results.step_profile import ALIGNED
 __all__ = [
     "bytes_cast",
     "channels_of",
+    "in_half",
     "is_cast",
     "is_convolution",
     "is_matmul",
@@ -71,6 +73,15 @@ def is_matmul(op: Op) -> bool:
 def is_product(op: Op) -> bool:
     """Returns True for a matrix product, a convolution, or an operation made of them (attention, recurrent layers)."""
     return _PRODUCTS.match(op.name) is not None
+
+
+def in_half(nested: Iterable[Op]) -> bool | None:
+    """Returns True if the products among nested operations have an input in half; None without recorded types.
+
+    The outermost may be recorded before autocast casts its inputs.
+    """
+    dtypes = {_DTYPES[kind] for op in nested if is_product(op) for kind in op.types if kind in _DTYPES}
+    return not dtypes.isdisjoint(HALF_DTYPES) if dtypes else None
 
 
 def channels_of(convolution: Op) -> int | None:

@@ -4,6 +4,7 @@ module alone is run again, in FP32 and in half.
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +19,11 @@ from torch import nn
 from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import finish
+from amptune.measure.modules.fp32_islands import find_islands
 from amptune.measure.modules.replay import Call, Replay, floating_in, kept_as_it_is, later_ms, versions_of
 from amptune.measure.numerics.randomness import without_dropout
 from amptune.measure.numerics.short_training import Training
-from amptune.measure.results.half_effects import Half, ModuleSensitivity, Sensitivity, Stream
+from amptune.measure.results.half_effects import Half, Island, ModuleSensitivity, Sensitivity, Stream
 from amptune.policy.knobs.loss_scale import LossScale
 from amptune.policy.settings import Policy
 from amptune.runtime.tuned import AUTOCAST_DTYPES
@@ -40,7 +42,8 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
 
     Inputs are held until the backward pass reaches their module, as training does for most of them. One module at a
     time is run again; its buffers and the random generators are restored afterwards. A module is left out if it cannot
-    be run again: it has no gradient, raises an error, or its inputs are overwritten.
+    be run again: it has no gradient, raises an error, or its inputs are overwritten. The islands are those of another
+    step, under autocast in the first of the `dtypes`.
     """
     with Training.on(bench, policy) as training, without_dropout(bench.model), _out_of_place(bench.model):
         training.step_s()  # kernels are loaded, cuDNN's plans searched
@@ -48,10 +51,20 @@ def sense(bench: Bench, policy: Policy, dtypes: Sequence[Half]) -> Sensitivity:
         watch = _Watch(bench, dtypes)
         with watch.hooked():
             training.step()
-        return Sensitivity(
+        found = Sensitivity(
             modules=tuple(watch.found()),
             cast_ms_per_byte=_cast_ms_per_byte(bench.device, AUTOCAST_DTYPES[dtypes[0]]),
         )
+    return replace(found, islands=_islands(bench, policy, dtypes[0]))
+
+
+def _islands(bench: Bench, policy: Policy, dtype: Half) -> tuple[Island, ...]:
+    """Returns the FP32 islands; none if the step does not run so, as the times of the modules are of use without."""
+    try:
+        return find_islands(bench, policy, dtype)
+    except Exception:  # noqa: BLE001  # the user's code may raise anything
+        traceback.print_exc()  # into the worker's log
+        return ()
 
 
 class _Watch:

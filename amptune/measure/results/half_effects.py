@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Half", "ModuleSensitivity", "ModuleTrace", "Reach", "Sensitivity", "Stream", "suspects"]
+__all__ = ["Half", "Island", "ModuleSensitivity", "ModuleTrace", "Reach", "Sensitivity", "Stream", "suspects"]
 
 Half = Literal["bf16", "fp16"]
 
@@ -36,14 +36,31 @@ class ModuleSensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """FP32 matrix products and convolutions under autocast that one place in the code causes, forward and backward."""
+
+    module: str | None
+    """Path of the innermost module that called them; "" is the model itself, None is code outside it."""
+    where: str
+    """`file:line` of the innermost code outside PyTorch that called them; "" if unknown."""
+    ms: float
+    """Their time in one step with stock PyTorch's FP32 math."""
+    tf32_ms: float | None
+    """Their time in TF32; None if the device has none."""
+    share: float
+    """`ms` as a share of an eager step under autocast."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
     """The modules that could be measured, in the order of their first calls.
 
-    `cast_ms_per_byte` is a cast's time per byte read or written.
+    `cast_ms_per_byte` is a cast's time per byte read or written. `islands` come with the longest time first.
     """
 
     modules: tuple[ModuleSensitivity, ...]
     cast_ms_per_byte: float
+    islands: tuple[Island, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

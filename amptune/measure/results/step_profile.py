@@ -73,13 +73,15 @@ class UnalignedMatmul:
 class ProductTime:
     """Matrix products or convolutions of one module, with their time without tensor cores.
 
-    Kernels with unknown names are not in it. `slowest_plain` is the slowest kernel without tensor cores.
+    Kernels with unknown names are not in it. `slowest_plain` is the slowest kernel without tensor cores. `in_half` is
+    None if the types of their inputs are unknown.
     """
 
     module: str | None
     kind: Literal["matmul", "convolution"]
     plain_ms: float
     slowest_plain: str | None = None
+    in_half: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import optuna
 import psutil
 
 from amptune.search.sampler.backend import attributes_of
-from amptune.search.sampler.records import Claim, WorkerRecord
+from amptune.search.sampler.records import Claim, WorkerRecord, from_plain, to_plain
 
 __all__ = ["Claims"]
 
@@ -94,7 +94,7 @@ class Claims:
         for key, value in attributes_of(self.study).items():
             kind, _, worker = key.partition(" ")
             if kind == WORKER and worker != self.worker:
-                record = WorkerRecord.from_dict(value)
+                record = from_plain(WorkerRecord, value)
                 if (record.claims or record.compiling) and not self._is_gone(worker, record.beats):
                     yield worker, record
 
@@ -110,7 +110,7 @@ class Claims:
     def _write(self, claims: Iterable[Claim], compiling: Iterable[Claim]) -> None:
         with self._writing:
             self.own = WorkerRecord(beats=self.own.beats + 1, claims=tuple(claims), compiling=tuple(compiling))
-            self.study.set_user_attr(f"{WORKER} {self.worker}", self.own.as_dict())
+            self.study.set_user_attr(f"{WORKER} {self.worker}", to_plain(WorkerRecord, self.own))
 
     def _go_on(self) -> None:
         while not self._ended.wait(BEAT_S):

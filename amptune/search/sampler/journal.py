@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from amptune.errors import ObjectiveError, StudyError
 from amptune.policy.serialization import finite, in_one_line, text
 from amptune.search.sampler.optuna_trials import trial_from
-from amptune.search.sampler.records import READERS
+from amptune.search.sampler.records import from_plain, kind_of
 
 __all__ = ["JOURNAL", "NO_RECORD", "first_broken", "journal_storage"]
 
@@ -26,8 +26,8 @@ NO_RECORD = (
     ArithmeticError, AssertionError, AttributeError, LookupError, ObjectiveError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 _START = b'{"op_code":'
-# Optuna's numbers of operations, of the one that deletes a study, and of the one that creates a trial.
-_OPERATIONS, _DELETE_STUDY, _CREATE_TRIAL = range(10), 1, 4
+# Optuna's numbers of operations, all of them and some.
+_OPERATIONS, _DELETE_STUDY, _SET_STUDY_ATTRIBUTE, _CREATE_TRIAL = range(10), 1, 2, 4
 
 
 class Journal(JournalFileBackend):
@@ -100,16 +100,13 @@ def journal_storage(folder: Path) -> JournalStorage:
 
 
 def first_broken(folder: Path) -> StudyError | None:
-    """Returns the error of the first record with content that amptune does not write; None if there is none.
-
-    Attributes that this version does not know are another version's, and not broken.
-    """
+    """Returns the error of the first record with content that this version does not write; None if there is none."""
     journal = Journal(folder)
     try:
         journal_storage(folder)
         for record in journal.read_logs(0):
-            for name, value in record.get("user_attr", {}).items():
-                READERS.get(name.partition(" ")[0], str)(value)
+            for name, value in record["user_attr"].items() if record["op_code"] == _SET_STUDY_ATTRIBUTE else ():
+                from_plain(kind_of(name), value)
             if record["op_code"] == _CREATE_TRIAL and record.get("state") == TrialState.COMPLETE:
                 trial_from(record["user_attrs"])
                 finite(record["value"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from inspect import signature
 from typing import Any
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
@@ -21,8 +20,6 @@ Distributions = Mapping[str, BaseDistribution]
 
 # Larger than any batch.
 LARGEST_BATCH = 2**31
-# Since Optuna 5 samplers and plots see a trial's own constraints; before, those that the sampler has written.
-HAS_CONSTRAINTS = "constraints" in signature(create_trial).parameters
 
 
 def distributions_of(space: Space) -> dict[str, BaseDistribution]:
@@ -59,16 +56,12 @@ def complete(
 
     Samplers see neither a trial that Optuna calls failed, nor one with another number of constraints than the others.
     """
-    violation = 0.0 if samples_per_s else 1.0
-    constrained: Any = (
-        {"constraints": {"feasible": violation}} if HAS_CONSTRAINTS else {"system_attrs": {"constraints": [violation]}}
-    )
     return create_trial(
         value=samples_per_s,
         params=dict(params),
         distributions={name: distributions[name] for name in params},
         user_attrs=dict(attributes),
-        **constrained,
+        system_attrs={"constraints": [0.0 if samples_per_s else 1.0]},  # Optuna 4's form, which 5 reads too
     )
 
 

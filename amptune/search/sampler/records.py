@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from amptune.measure.results.half_effects import Sensitivity
 from amptune.policy.findings import Finding
-from amptune.policy.serialization import adapter_for, policy_from_dict, policy_to_dict
+from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import Policy
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
@@ -19,20 +19,19 @@ from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = [
-    "READERS",
+    "KINDS",
     "Claim",
     "StudyRecord",
     "TuningRecord",
     "WorkerRecord",
-    "findings_from",
+    "from_plain",
+    "kind_of",
+    "to_plain",
     "without_password",
 ]
 
 # A policy, or the name of something else that one worker alone is to do.
 Claim = Policy | str
-
-# What a study keeps of a tuning run as it is.
-_AS_THEY_ARE = ("run", "began", "workload", "target", "folder", "hardware", "batch_size", "device", "memory_mib")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,30 +59,6 @@ class TuningRecord:
     software: tuple[tuple[str, str], ...] = ()
     memory_mib: float | None = None
     valid_for: tuple[tuple[str, str], ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for the study; `from_dict` is the inverse."""
-        return {
-            **{name: getattr(self, name) for name in _AS_THEY_ARE},
-            "baseline": policy_to_dict(self.baseline),
-            "objective": self.objective.name,
-            "least_speed": self.objective.least_speed,
-            "options": list(self.options),
-            "arguments": list(self.arguments),
-            "software": dict(self.software),
-            "valid_for": dict(self.valid_for),
-        }
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> TuningRecord:
-        read = {
-            **{name: data[name] for name in (*_AS_THEY_ARE, "options", "arguments")},
-            "baseline": policy_from_dict(data["baseline"]),
-            "objective": Objective(data["objective"], data["least_speed"]),
-            "software": tuple(data["software"].items()),
-            "valid_for": tuple(data["valid_for"].items()),
-        }
-        return adapter_for(TuningRecord).validate_python(read)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,48 +106,37 @@ class WorkerRecord:
     claims: tuple[Claim, ...] = ()
     compiling: tuple[Claim, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Returns plain data for the study; `from_dict` is the inverse."""
-        return {
-            "beats": self.beats,
-            "claims": list(map(_claim_to_plain, self.claims)),
-            "compiling": list(map(_claim_to_plain, self.compiling)),
-        }
 
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> WorkerRecord:
-        claims, compiling = (tuple(map(_claim_from_plain, data[name])) for name in ("claims", "compiling"))
-        return WorkerRecord(beats=int(data["beats"]), claims=claims, compiling=compiling)
-
-
-def _claim_to_plain(claim: Claim) -> Any:
-    return claim if isinstance(claim, str) else policy_to_dict(claim)
-
-
-def _claim_from_plain(plain: Any) -> Claim:
-    return plain if isinstance(plain, str) else policy_from_dict(plain)
-
-
-def findings_from(data: Iterable[Mapping[str, Any]]) -> tuple[Finding, ...]:
-    """Reads the findings of a tuning run."""
-    return tuple(map(Finding.from_dict, data))
-
-
-def sensitivity_from(data: Any) -> Sensitivity:
-    """Reads the times of modules."""
-    return adapter_for(Sensitivity).validate_python(data)  # type: ignore[no-any-return]
-
-
-# Readers of a study's attributes by the first word of their names; they raise errors for what amptune does not write.
-READERS: dict[str, Callable[[Any], Any]] = {
-    "tuning": TuningRecord.from_dict,
-    "judged": Judgement.from_dict,
-    "row": Row.from_dict,
-    "sensed": sensitivity_from,
-    "timeline": tuple,
-    "findings": findings_from,
-    "worker": WorkerRecord.from_dict,
+# The records among a study's attributes, by the first word of their names.
+KINDS: dict[str, Any] = {
+    "tuning": TuningRecord,
+    "judged": Judgement,
+    "row": Row,
+    "sensed": Sensitivity,
+    "timeline": tuple[dict[str, Any], ...],
+    "findings": tuple[Finding, ...],
+    "worker": WorkerRecord,
 }
+
+
+def kind_of(attribute: str) -> Any:
+    """Returns the kind of record that an attribute of a study is. Raises `ValueError` if it is none of this version."""
+    word = attribute.partition(" ")[0]
+    if word not in KINDS:
+        raise ValueError(f"another version of amptune wrote {attribute!r:.60}")
+    return KINDS[word]
+
+
+def to_plain(kind: Any, record: Any) -> Any:
+    """Returns a record of this kind as plain data; `from_plain` is the inverse."""
+    if hasattr(kind, "as_dict"):
+        return record.as_dict()
+    return adapter_for(kind).dump_python(record, mode="json", exclude_defaults=True)
+
+
+def from_plain(kind: Any, data: Any) -> Any:
+    """Reads a record of this kind. Raises an error for anything that `to_plain` does not return."""
+    return kind.from_dict(data) if hasattr(kind, "from_dict") else adapter_for(kind).validate_python(data)
 
 
 def without_password(where: str) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,17 +16,17 @@ from amptune.errors import StudyError
 from amptune.measure.results.half_effects import Sensitivity
 from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line
-from amptune.search.gate.judgement import Judgement
 from amptune.search.sampler.backend import SQLITE, attributes_of, experimental, opened, storage_errors
 from amptune.search.sampler.claims import Claims
 from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.optuna_trials import distributions_of, finished, trial_from
 from amptune.search.sampler.records import (
-    READERS,
+    KINDS,
     StudyRecord,
     TuningRecord,
-    findings_from,
-    sensitivity_from,
+    from_plain,
+    kind_of,
+    to_plain,
     without_password,
 )
 from amptune.search.space.knobs import Point, Space
@@ -37,9 +34,6 @@ from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["Store", "keep_findings", "open_store", "recall"]
-
-# Prefixes of the names of a study's attributes.
-TUNING, JUDGED, ROW, SENSED, TIMELINE, FINDINGS = "tuning", "judged", "row", "sensed", "timeline", "findings"
 
 
 class Store:
@@ -70,41 +64,20 @@ class Store:
     def new_rows(self) -> list[Row]:
         """Returns the timings that are no trials and were not returned before, the oldest first."""
         with self.access():
-            kept = _kept(self._study)
-            new = {name: row for name, row in kept[ROW].items() if name not in self._read}
+            new = _records_in(self._study, "row", self._read)
             self._read |= new.keys()
-            return _in_order(new.values(), kept[TUNING])
+            return _in_order(new.values(), _records_in(self._study, "tuning"))
 
     def sensed(self) -> dict[str, Sensitivity]:
-        """Returns the times of modules that the study has."""
+        """Returns the times of modules that the study has, by entry."""
         with self.access():
-            return {name: sensitivity_from(one) for name, one in _kept(self._study)[SENSED].items()}
+            return _records_in(self._study, "sensed")
 
-    def note_sensed(self, entry: str, sensitivity: Sensitivity) -> None:
-        """Writes the times of modules."""
-        self._note(SENSED, entry, asdict(sensitivity))
-
-    def note_tuning(self, tuning: TuningRecord) -> None:
-        """Records that a tuning run uses the study."""
-        self._note(TUNING, tuning.run, tuning.as_dict())
-
-    def note_row(self, row: Row) -> None:
-        """Writes a timing that is no trial."""
-        name = uuid.uuid4().hex
-        self._read.add(name)
-        self._note(ROW, name, row.as_dict())
-
-    def note_timeline(self, run: str, timeline: Sequence[Mapping[str, Any]]) -> None:
-        """Records what a tuning run did when."""
-        self._note(TIMELINE, run, list(timeline))
-
-    def note_judged(self, judged: Judgement) -> None:
-        """Records the numerics gate's judgement of a policy."""
-        self._note(JUDGED, hashlib.sha256(str(judged.policy).encode()).hexdigest(), judged.as_dict())
-
-    def _note(self, kind: str, name: str, value: Any) -> None:
+    def keep(self, kind: str, name: str, record: Any) -> None:
+        """Writes a record under its kind and a name of its own; it replaces one of the same name."""
         with self.access():
-            self._study.set_user_attr(f"{kind} {name}", value)
+            self._read.add(name)
+            self._study.set_user_attr(f"{kind} {name}", to_plain(KINDS[kind], record))
 
 
 def open_store(where: Path | str, name: str, space: Space, left_s: Callable[[], float] = lambda: 0.0) -> Store:
@@ -122,12 +95,12 @@ def open_store(where: Path | str, name: str, space: Space, left_s: Callable[[], 
 
 def keep_findings(where: Path | str, run: str, findings: Iterable[Finding]) -> None:
     """Records what a tuning run noticed, in the study that knows the run. Raises `StudyError` if the storage fails."""
-    told = [finding.as_dict() for finding in findings]
+    told = to_plain(KINDS["findings"], tuple(findings))
     with experimental(), _reading(where):
         storage = opened(where)
         for study in storage.get_all_studies():
-            if f"{TUNING} {run}" in study.user_attrs:
-                storage.set_study_user_attr(study._study_id, f"{FINDINGS} {run}", told)
+            if f"tuning {run}" in study.user_attrs:
+                storage.set_study_user_attr(study._study_id, f"findings {run}", told)
 
 
 def recall(where: Path | str, name: str | None = None, *, run: str | None = None) -> StudyRecord:
@@ -149,9 +122,9 @@ def _chosen(storage: BaseStorage, where: str, name: str | None, run: str | None)
     if name is not None and name not in names:
         raise StudyError(f"{where} holds no study {name!r}, but {', '.join(sorted(names)) or 'none'}")
     studies = [optuna.load_study(study_name=one, storage=storage) for one in names if name in (None, one)]
-    studies = [study for study in studies if run is None or f"{TUNING} {run}" in study.user_attrs]
+    studies = [study for study in studies if run is None or f"tuning {run}" in attributes_of(study)]
     tried = [study for study in studies if _ended_in(study)]
-    last = max(list(filter(_ran, tried)) or tried, key=_last_tuned, default=None)
+    last = max(list(filter(_ran, tried)) or tried, key=_last_began, default=None)
     if last is None:
         raise StudyError(f"there are no trials in {where}: `amptune tune --study {where}` makes some")
     return last
@@ -166,33 +139,30 @@ def _ran(study: optuna.Study) -> bool:
     return any(value > 0 for trial in _ended_in(study) for value in trial.values or ())
 
 
-def _last_tuned(study: optuna.Study) -> tuple[str, str]:
-    """Returns when a tuning last began, then when a trial did: a tuning that remembers all its trials makes none."""
-    tunings = (value["began"] for value in _kept(study)[TUNING].values())
-    trials = (trial.datetime_start.isoformat() for trial in _ended_in(study) if trial.datetime_start is not None)
-    return max(tunings, default=""), max(trials, default="")
+def _last_began(study: optuna.Study) -> str:
+    """Returns when the last tuning of a study began; "" if it has none."""
+    return max((tuning.began for tuning in _records_in(study, "tuning").values()), default="")
 
 
 def _record_of(study: optuna.Study, where: str) -> StudyRecord:
-    kept = _kept(study)
-    tunings = sorted(map(TuningRecord.from_dict, kept[TUNING].values()), key=lambda tuning: tuning.began)
+    tunings = _records_in(study, "tuning")
     if not tunings:
         raise StudyError(
             f"the study in {where} does not say what its baseline is: `amptune tune` with the same study once more "
             "adds that"
         )
-    trials = tuple(_trials_in(study))
-    outside = {one.number for one in _ended_in(study) if not one.params}
+    in_order = sorted(tunings.values(), key=lambda tuning: tuning.began)
+    trials, outside = _trials_in(study), {one.number for one in _ended_in(study) if not one.params}
     return StudyRecord(
         name=study.study_name,
         where=where,
-        tunings=tuple(tunings),
-        trials=trials,
-        judged=tuple(map(Judgement.from_dict, kept[JUDGED].values())),
+        tunings=tuple(in_order),
+        trials=tuple(trials),
+        judged=tuple(_records_in(study, "judged").values()),
         outside=frozenset(trial.policy for trial in trials if trial.number in outside),
-        rows=tuple(_in_order(kept[ROW].values(), kept[TUNING])),
-        timeline=tuple(kept[TIMELINE].get(tunings[-1].run, ())),
-        findings=findings_from(kept[FINDINGS].get(tunings[-1].run, ())),
+        rows=tuple(_in_order(_records_in(study, "row").values(), tunings)),
+        timeline=_records_in(study, "timeline").get(in_order[-1].run, ()),
+        findings=_records_in(study, "findings").get(in_order[-1].run, ()),
     )
 
 
@@ -202,21 +172,19 @@ def _trials_in(study: optuna.Study, besides: Collection[int | str] = ()) -> list
     return [trial_from(one.user_attrs, one.number) for one in in_order if one.number not in besides]
 
 
-def _kept(study: optuna.Study) -> Mapping[str, Mapping[str, Any]]:
-    """Returns a study's attributes by their kinds, then their names; raises `KeyError` for a kind not known here."""
-    kept: dict[str, dict[str, Any]] = {kind: {} for kind in READERS}
+def _records_in(study: optuna.Study, kind: str, besides: Collection[int | str] = ()) -> dict[str, Any]:
+    """Returns the records of a kind by their names. Raises `ValueError` if another version wrote any."""
+    found = {}
     for key, value in attributes_of(study).items():
-        kind, _, name = key.partition(" ")
-        kept[kind][name] = value
-    return kept
+        name = key.partition(" ")[2]
+        if kind_of(key) is KINDS[kind] and name not in besides:
+            found[name] = from_plain(KINDS[kind], value)
+    return found
 
 
-def _in_order(rows: Iterable[Any], tunings: Mapping[str, Any]) -> list[Row]:
-    """Reads rows; the oldest come first."""
-    return sorted(
-        map(Row.from_dict, rows),
-        key=lambda row: (tunings[row.run]["began"] if row.run in tunings else "", row.run, row.moment_s),
-    )
+def _in_order(rows: Iterable[Row], tunings: Mapping[str, TuningRecord]) -> list[Row]:
+    """Returns the oldest rows first."""
+    return sorted(rows, key=lambda row: (tunings[row.run].began if row.run in tunings else "", row.run, row.moment_s))
 
 
 @contextmanager

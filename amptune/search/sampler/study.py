@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -88,7 +90,7 @@ class Study:
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on, and says to other workers that this one lives."""
         self.run = tuning.run
-        self._store.note_tuning(tuning)
+        self._store.keep("tuning", tuning.run, tuning)
         with self._store.access():
             self._store.claims.begin()
 
@@ -96,7 +98,7 @@ class Study:
         """Records what this run did when, and gives back its claims; a failing storage loses that."""
         with self._losing(), self._store.access():
             self._store.claims.end()
-            self._store.note_timeline(self.run, timeline)
+            self._store.keep("timeline", self.run, tuple(timeline))
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
@@ -170,12 +172,13 @@ class Study:
         """Adds a timing that is no trial; a storage that fails loses it for later runs alone."""
         self._rows.append(row)
         with self._losing():
-            self._store.note_row(row)
+            self._store.keep("row", uuid.uuid4().hex, row)
 
     def keep(self, judgement: Judgement) -> None:
         """Records the numerics gate's judgement of a policy; a storage that fails loses it for later runs alone."""
         with self._losing():
-            self._store.note_judged(judgement)
+            name = hashlib.sha256(str(judgement.policy).encode()).hexdigest()
+            self._store.keep("judged", name, judgement)
 
     def catch_up(self) -> None:
         """Adds what other workers have measured meanwhile; a storage that fails adds nothing."""
@@ -200,7 +203,7 @@ class Study:
             while not self._store.claims.take(claim):
                 time.sleep(2 * AGAIN_S * random.random())  # noqa: S311  # no secret
             if entry not in self.sensed:
-                self._store.note_sensed(entry, sensitivity)
+                self._store.keep("sensed", entry, sensitivity)
             self._store.claims.give_back(claim)
         self._sensed = {entry: sensitivity, **self.sensed}
         return self._sensed[entry]

@@ -52,8 +52,7 @@ class Surrogate:
         # The prior fitted on the first trials, for each number of them, with those trials.
         self._priors: dict[int, tuple[tuple[tuple[int, float], ...], _Prior]] = {}
         self._prior = self._first_guess
-        self._rows: dict[int, int] = {}
-        self._covariances: Floats = np.empty((1, len(points)))
+        self._rows: dict[int, Floats] = {}
 
     @property
     def size(self) -> int:
@@ -95,15 +94,11 @@ class Surrogate:
         return prior
 
     def _covariances_of(self, indices: Sequence[int]) -> Floats:
-        """Returns (some, every) covariances between points, computed once, copied only if the order changed."""
+        """Returns (some, every) covariances between points, each row computed once."""
         for index in indices:
             if index not in self._rows:
-                self._rows[index] = len(self._rows)
-                if len(self._rows) > len(self._covariances):
-                    self._covariances = np.concatenate([self._covariances, np.empty_like(self._covariances)])
-                self._covariances[self._rows[index]] = self._prior.kernel(self._likenesses([index], range(self.size)))
-        rows = [self._rows[index] for index in indices]
-        return self._covariances[: len(rows)] if rows == list(range(len(rows))) else self._covariances[rows]
+                self._rows[index] = self._prior.kernel(self._likenesses([index], range(self.size)))[0]
+        return np.stack([self._rows[index] for index in indices])
 
     def _likenesses(self, some: Sequence[int], others: Sequence[int]) -> Floats:
         """Returns (knobs, some, others): how alike their values are."""

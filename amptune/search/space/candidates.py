@@ -26,10 +26,9 @@ from amptune.search.space.knobs import (
     Space,
     digest,
     reason_against,
-    restrict,
     with_choices,
 )
-from amptune.search.space.narrowed_space import narrowed, without_graphs
+from amptune.search.space.narrowed_space import narrowed
 from amptune.search.space.space_file import load_space, space_for
 
 __all__ = ["Candidates", "Wanted", "candidates_for"]
@@ -97,16 +96,19 @@ class Candidates:
         space = self.space
         for name in ("autocast", WEIGHTS):
             sound = tuple(one for one in space.choices(name) if safeguards.get(str(one), ()) is not None)
-            space = restrict(space, name, sound) if sound else space
+            space = with_choices(space, name, sound) if sound else space
         return replace(self, space=space, safeguards=kept)
 
     def allows(self, policy: Policy) -> bool:
         """Returns whether the space, with the user's pins, allows each setting of a policy, tried or not."""
         idle = {EXCLUSIONS, IN_HALF} | ({MASTERS, BATCHNORM} if policy.weights == "fp32" else set())  # no meaning then
+        idle |= set() if policy.uses_fp32_math else {"fp32_math"}
         settings = {knob.name: knob.choices for knob in self.space.knobs if knob.name not in idle}
         faster = [rule for rule in policy.fp32_modules if not rule.is_needed]
         point: dict[str, Any] = {name: getattr(policy, name) for name in settings}
-        point |= {EXCLUSIONS: len(faster), IN_HALF: bool(policy.half_modules)}
+        # FP32 products of the model's own (islands.py) want TF32 as those of an excluded module do.
+        is_for_islands = policy.autocast != "off" and policy.fp32_math == "tf32"
+        point |= {EXCLUSIONS: len(faster) or int(is_for_islands), IN_HALF: bool(policy.half_modules)}
         for name in settings.keys() & self.in_words.keys():
             point[name] = next((word for word, its in self.in_words[name].items() if its == getattr(policy, name)), "")
         if reason_against(point, self.space.forbid) is not None:
@@ -154,7 +156,7 @@ def candidates_for(
 ) -> Candidates:
     """Narrows the machine's space to what can matter for this model, then to what the user pinned.
 
-    Without a `ladder` no module is kept in FP32 for speed. The space is the same with any: a depth that a ladder has not
+    Without a `ladder` no module is kept in FP32 for speed. The space is the same with any: a depth beyond a ladder
     gives the policy of its last rung. `sizes` are the batch sizes to search besides the workload's own, if the user
     asked for that.
 
@@ -165,11 +167,12 @@ def candidates_for(
     # each measurement of a model that the workload shares compiles anew: it trains a copy
     may_compile = not prepared.own_parallel or wanted.compile or "compile" in wanted.pins
     space, recipes = narrowed(
-        space if prepared.devices == 1 else without_graphs(space, wanted.pins),
+        space,
         subject,
         wanted.pins,
         compiling=wanted.compile if may_compile else False,
         saves_memory=wanted.saves_memory,
+        devices=prepared.devices,
     )
     own_size = subject.batch_size
     batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None

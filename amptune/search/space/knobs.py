@@ -33,7 +33,6 @@ __all__ = [
     "pin",
     "points",
     "reason_against",
-    "restrict",
     "with_choices",
     "without_knob",
 ]
@@ -154,11 +153,6 @@ def with_choices(space: Space, name: str, choices: tuple[Value, ...], otherwise:
     )
     kept = (one for one in moved if is_in(one.get(name), choices) and reason_against(one, space.forbid) is None)
     return replace(space, knobs=tuple(known.values()), try_first=tuple(dict.fromkeys(kept)))
-
-
-def restrict(space: Space, name: str, choices: tuple[Value, ...]) -> Space:
-    """Returns the space with one knob, if it has it, cut to these values, and the starting points with one of them."""
-    return with_choices(space, name, choices) if space.choices(name) else space
 
 
 def pin(space: Space, name: str, text: str) -> Space:

@@ -24,22 +24,21 @@ MOST_STARS = 3
 # Modules to cover, one bit each: there are many candidates, and most of the work is to compare what they cover.
 Bits = int
 
-
-# The ways in which a rule names modules, the nicest first.
-MODULE, CONTAINER, TYPE, PATTERN = range(4)
+# A path by itself is nicer than a type, and this than a pattern, which ranks by its stars behind both.
+PATH, TYPE = 0, 1
 
 
 class _Candidate(NamedTuple):
-    """A rule that covers these modules and no forbidden one; the nicest sorts first, by its kind and its size."""
+    """A rule that covers these modules and no forbidden one; the nicest sorts first, by its rank and its size."""
 
-    kind: int
-    size: tuple[int, int]
+    rank: int
+    size: int
     text: str
     covers: Bits
 
     @property
     def rule(self) -> Fp32Rule:
-        return Fp32Rule(type=self.text) if self.kind == TYPE else Fp32Rule(path=self.text)
+        return Fp32Rule(type=self.text) if self.rank == TYPE else Fp32Rule(path=self.text)
 
 
 def general_rules(
@@ -98,13 +97,10 @@ def _candidates(tops: Sequence[str], modules: Sequence[Module], root_types: froz
             covers[path] |= 1 << number
     right = [module for module in modules if module.path in covers and module.path not in wrong]
     spoilers = [module for module in modules if module.path in wrong]
-    for module in right:
-        kind, path = (MODULE if module.runs else CONTAINER), module.path
-        yield _Candidate(kind=kind, size=(0, len(path)), text=path, covers=covers[path])
     forbidden = GENERIC_TYPES.union(root_types, *(module.types for module in spoilers))
     for name in {module.types[0] for module in right} - forbidden:
         of_type = reduce(or_, (covers[module.path] for module in right if name in module.types))
-        yield _Candidate(kind=TYPE, size=(0, len(name)), text=name, covers=of_type)
+        yield _Candidate(rank=TYPE, size=len(name), text=name, covers=of_type)
     yield from _patterns([module.path for module in right], covers, [module.path for module in spoilers])
 
 
@@ -115,10 +111,10 @@ def _wrong(tops: frozenset[str], modules: Iterable[Module]) -> frozenset[str]:
 
 
 def _patterns(right: Sequence[str], covers: Mapping[str, Bits], wrong: Sequence[str]) -> Iterator[_Candidate]:
-    """Yields the patterns that match a right path and no wrong one: `a.*.norm`, `a.layer*.norm`, …
+    """Yields the right paths, and the patterns that match one and no wrong one: `a.*.norm`, `a.layer*.norm`, …
 
-    The patterns written for a path are all patterns that match it. So no pattern need be matched with every path.
-    Of patterns with equally many stars the longest is the nicest.
+    The patterns written for a path are all that match it, so none need be matched with every path. The longest of
+    equally many stars is the nicest: of paths the module itself, not a container that holds nothing else.
     """
     names = (name for path in (*right, *wrong) for name in path.split("."))
     stems = frozenset(stem for name in names if (stem := name.rstrip("0123456789")) != name)
@@ -130,12 +126,11 @@ def _patterns(right: Sequence[str], covers: Mapping[str, Bits], wrong: Sequence[
         for pattern in _written(path, stems):
             found.pop(pattern, None)
     for (text, stars), bits in found.items():
-        if stars:
-            yield _Candidate(kind=PATTERN, size=(stars, -len(text)), text=text, covers=bits)
+        yield _Candidate(rank=TYPE + stars if stars else PATH, size=-len(text), text=text, covers=bits)
 
 
 def _written(path: str, stems: frozenset[str]) -> list[tuple[str, int]]:
-    """Returns the patterns of a path with their stars: each name as it is, as `*`, or as `stem*` of numbered names."""
+    """Returns a path's patterns with their stars: each name as it is, as `*`, or as `stem*` of numbered names."""
     above, _, name = path.rpartition(".")
     starts = [(f"{text}.", stars) for text, stars in _written(above, stems)] if above else [("", 0)]
     lengths = range(1, len(name) + 1)

@@ -19,16 +19,21 @@ from amptune.search.space.knobs import (
     Dimension,
     Space,
     pin,
-    restrict,
     with_choices,
     without_knob,
 )
 
-__all__ = ["narrowed", "without_graphs"]
+__all__ = ["narrowed"]
 
 
 def narrowed(
-    space: Space, subject: Subject, pins: Mapping[str, str], *, compiling: bool | None, saves_memory: bool = False
+    space: Space,
+    subject: Subject,
+    pins: Mapping[str, str],
+    *,
+    compiling: bool | None,
+    saves_memory: bool = False,
+    devices: int = 1,
 ) -> tuple[Space, tuple[Policy, ...]]:
     """Returns the space narrowed to a model and the pins, and its AMP recipes before these.
 
@@ -38,6 +43,10 @@ def narrowed(
         space = replace(space, forbid=tuple(rule for rule in space.forbid if not rule.for_speed))
     else:
         space = without_knob(space, CHECKPOINTS)
+    if devices > 1 and space.choices("cuda_graphs"):  # nobody has measured them in a group that exchanges gradients
+        said = "cannot be measured over several devices; leave it out, or leave out --devices"
+        _require_plain("cuda_graphs", pins, said)
+        space = with_choices(space, "cuda_graphs", (False,), otherwise=False)
     if not subject.blocks:
         said = "is for repeated blocks, and the model has none; a policy file can name any modules"
         _require_plain(CHECKPOINTS, pins, said)
@@ -70,7 +79,7 @@ def _compiling(space: Space, pins: Mapping[str, str], wanted: bool | None) -> Sp
         said = "--compile" if wanted else "--no-compile"
         raise SpaceError(f"{said} and --set compile={pinned} contradict each other; leave one of them out")
     if wanted is False and modes:
-        return restrict(space, "compile", ("off",))
+        return with_choices(space, "compile", ("off",))
     if wanted and not [mode for mode in modes if mode != "off"]:
         raise SpaceError(f"the search space of {space.architecture} has no torch.compile to try")
     return space
@@ -91,7 +100,7 @@ def _with_half_weights(space: Space, pins: Mapping[str, str]) -> Space:
     for name in (MASTERS, BATCHNORM):
         if not space.choices(name):
             space = with_choices(space, name, (True,), otherwise=True)
-    return restrict(space, "autocast", ("off",))
+    return with_choices(space, "autocast", ("off",), otherwise="off")
 
 
 def _for_model(space: Space, subject: Subject) -> Space:
@@ -115,12 +124,3 @@ def _amp_recipes(space: Space) -> tuple[Policy, ...]:
     """Returns the AMP recipe in every dtype of this machine, contiguous and in the model's channels-last format."""
     formats = space.choices("memory_format") or ("contiguous",)
     return tuple(amp_recipe(dtype, memory_format=layout) for layout in formats for dtype in space.half_dtypes)
-
-
-def without_graphs(space: Space, pins: Mapping[str, str]) -> Space:
-    """Returns the space without recorded passes: nobody has measured them in a group that exchanges gradients.
-
-    Raises `SpaceError` if they are pinned.
-    """
-    _require_plain("cuda_graphs", pins, "cannot be measured over several devices; leave it out, or leave out --devices")
-    return with_choices(space, "cuda_graphs", (False,), otherwise=False) if space.choices("cuda_graphs") else space

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from amptune.errors import FileFormatError, Problem, SpaceError, suggestion
-from amptune.hardware.machine import Cpu, Gpu, Hardware
+from amptune.hardware.machine import Gpu, Hardware
 from amptune.policy.former_settings import FORMER, taken_out
 from amptune.policy.knobs.knob import LARGEST, is_in
 from amptune.policy.serialization import adapter_for
@@ -83,11 +83,9 @@ def _no_space(name: str) -> str:
 
 def space_for(hardware: Hardware) -> Space:
     """Returns the space of this machine's GPU, or of its CPU; an unknown newer GPU gets the one for its features."""
-    return load_space(_name_for_cpu(hardware.cpu) if hardware.gpu is None else _name_for(hardware.gpu))
-
-
-def _name_for_cpu(cpu: Cpu) -> str:
-    return "cpu-bf16" if cpu.avx512_bf16 or cpu.amx_bf16 else "cpu"
+    if hardware.gpu is not None:
+        return load_space(_name_for(hardware.gpu))
+    return load_space("cpu-bf16" if hardware.cpu.avx512_bf16 or hardware.cpu.amx_bf16 else "cpu")
 
 
 def _name_for(gpu: Gpu) -> str:
@@ -120,7 +118,9 @@ def parse_space(document: Document, extended_by: tuple[Path, ...] = ()) -> Space
     body = validate(document, _SpaceDocument)
     base = _base_of(document, body.extends, (*extended_by, Path(document.source).resolve()))
     choices = {knob.name: knob.choices for knob in base.knobs}
-    choices |= {name: tuple(dict.fromkeys(_legal(name, values))) for name, values in (body.knobs or {}).items()}
+    for name, values in (body.knobs or {}).items():
+        legal = (value for value in values if name in SEARCHED and _is_legal(name, value))
+        choices[name] = tuple(dict.fromkeys(legal))
     knobs = tuple(Dimension(name=name, choices=values) for name, values in choices.items() if values)
     own = tuple(map(_rule_of, body.forbid or ()))
     problems = list(_problems(document, body, knobs, (*own, *base.forbid)))
@@ -170,14 +170,11 @@ def _listed(values: Any) -> list[Any]:
     return values if isinstance(values, list) and values else [values]
 
 
-def _legal(name: str, values: Iterable[Any], choices: tuple[Value, ...] = ()) -> list[Any]:
-    """Returns the values that a knob may have: those among the choices, or that a policy may have if there are none."""
-    if name not in SEARCHED:
-        return []
+def _is_legal(name: str, value: Any, choices: tuple[Value, ...] = ()) -> bool:
+    """Returns whether a knob may have a value: one of the choices or, without these, what a policy may have."""
     if known := choices or SEARCHED[name].values:
-        return [value for value in values if is_in(value, known)]
-    least = 0 if SEARCHED[name].stock == 0 else 1
-    return [value for value in values if type(value) is int and least <= value <= LARGEST]
+        return is_in(value, known)
+    return type(value) is int and (0 if SEARCHED[name].stock == 0 else 1) <= value <= LARGEST
 
 
 def _problems(
@@ -217,12 +214,13 @@ def _wrong_values(
         yield document.problem(path, told, key=True)
         return
     known = choices[name] or SEARCHED[name].values
-    allowed = "one of " + ", ".join(map(_word, known)) if known else "a whole number"
+    allowed = f"one of {', '.join(map(_plain, known))}" if known else "a whole number"
     for index, value in enumerate(values):
-        if not _legal(name, [value], choices[name]):
-            yield document.problem((*path, index), f"{name}: {_word(value)!r} is not {allowed}")
+        if not _is_legal(name, value, choices[name]):
+            shown = _plain(value) if isinstance(value, bool) else repr(value)
+            yield document.problem((*path, index), f"{name}: {shown} is not {allowed}")
 
 
-def _word(value: Any) -> str:
+def _plain(value: Value) -> str:
     """Returns a value as the file spells it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

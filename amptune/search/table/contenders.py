@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import Policy
-from amptune.search.table.effects import Machine
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import KNOWN_TO, NEGLIGIBLE, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
-from amptune.search.table.row import Row, are_alike, contradicts_trials, decisive, settled_in
+from amptune.search.table.row import Row, contradicts_trials, decisive, settled_in
 
 __all__ = ["PROCESSES", "Contender", "contenders_of"]
 
@@ -23,15 +22,7 @@ PROCESSES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """One policy's figures in the table. They are None if it failed, and `failure` says how.
-
-    `vs_baseline` compares samples per second, `gain` the figure of the objective, both in a later sitting; `chance` is
-    the probability that it is better than the baseline by the objective, `fast_enough` that it has the speed that the
-    objective needs. A policy that is `too_slow` cannot win, nor one that is not `settled`. `in_loop` tells if it was
-    timed in the user's loop, `alike` if its steps take about the same multiple of the baseline's. One that is not
-    `believed` has its trial alone, and the loop said otherwise of another's. All rows of a `disturbed` one were
-    disturbed. `lost` says why it did not win; empty for the winner.
-    """
+    """One policy's figures in the table. They are None if it failed, or if all its trials ended early."""
 
     policy: Policy
     samples_per_s: float | None = None
@@ -40,17 +31,34 @@ class Contender:
     peak_memory_mib: float | None = None
     energy_j_per_sample: float | None = None
     vs_baseline: Ratio | None = None
+    """The ratio of its samples per second to the baseline's in a later sitting; `gain` is that of the objective."""
+
     gain: Ratio | None = None
     chance: float = 0.0
+    """The probability that it is better than the baseline by the objective."""
+
     fast_enough: float = 1.0
+    """The probability that it has the speed that the objective needs."""
+
+    at_most: float | None = None
+    """The largest share of the baseline's samples per second that it may reach, if its trials ended early."""
+
     disturbed: bool = False
+    """True if all its rows were disturbed."""
+
     settled: bool = True
+    """False if graphs were still compiled or recorded when its time was over."""
+
     in_loop: bool = False
-    alike: bool = True
+    """True if it was timed in the user's loop."""
+
     believed: bool = True
+    """False if it has its trial alone, and the loop said otherwise of another's."""
+
     rows: int = 0
     failure: Failure | None = None
     lost: str = ""
+    """Why it did not win; empty for the winner."""
 
     @property
     def speedup(self) -> float:
@@ -75,9 +83,9 @@ class Contender:
 
     @property
     def is_shown(self) -> bool:
-        """True if it is likely better than the baseline. If it may also be worse, its steps have to be alike."""
-        certain = self.gain is not None and self.gain.low > 1
-        return self.chance >= LIKELY and not self.too_slow and self.believed and (certain or self.alike)
+        """True if it is better than the baseline wherever its gain lies in its interval, and likely fast enough."""
+        beyond = self.gain is not None and self.gain.low >= 1
+        return beyond and self.chance >= LIKELY and not self.too_slow and self.believed
 
     @property
     def place(self) -> tuple[bool, bool, float, float]:
@@ -86,28 +94,29 @@ class Contender:
 
 
 def contenders_of(
-    rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective, machine: Machine
+    rows: Sequence[Row], scores: Estimates, speeds: Estimates, objective: Objective
 ) -> Iterator[Contender]:
     """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
-    shows_alone = machine.shows_alone or objective.name == "memory"
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
     own_figures = _Figures.of(timed[baseline])
     contradicted = objective.name != "memory" and contradicts_trials(rows, baseline)
     for policy, own in of.items():
+        count = sum(isinstance(row.outcome, Measurement) for row in own)
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
         if failure is not None and policy != baseline:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         elif policy in timed:
-            found = _measured(policy, timed[policy], scores, speeds, objective, own_figures)
             yield replace(
-                found,
+                _measured(policy, timed[policy], scores, speeds, objective, own_figures),
                 settled=policy == baseline or policy in settled,
                 in_loop=any(row.in_loop for row in own),
-                alike=are_alike(own, of[baseline]) and (shows_alone or not _is_of_one_process(found.gain)),
                 believed=not contradicted or policy == baseline or _is_beyond_its_trial(policy, own),
-                rows=sum(isinstance(row.outcome, Measurement) for row in own),
+                rows=count,
             )
+        elif any(row.is_bound for row in own):
+            fastest = max(row.outcome.samples_per_s for row in own if isinstance(row.outcome, Measurement))
+            yield Contender(policy=policy, at_most=fastest / own_figures.samples_per_s, rows=count)
 
 
 def _is_beyond_its_trial(policy: Policy, own: Sequence[Row]) -> bool:
@@ -148,21 +157,16 @@ class _Figures:
             energy_j_per_sample=statistics.median(energies) if energies else None,
         )
 
-    def divided_by(self, speed: Ratio | None, gain: Ratio | None, objective: Objective, own: _Figures) -> _Figures:
-        """Returns the figures of a policy beside these, the baseline's: their quotients are the ratios that are told.
-
-        What no ratio is told of is the policy's `own`.
-        """
-        memory, energy = own.peak_memory_mib, own.energy_j_per_sample
-        if gain is not None and gain.value > 0:
-            if objective.name == "memory":
-                memory = self.peak_memory_mib / gain.value
-            elif objective.name == "energy" and self.energy_j_per_sample is not None:
-                energy = self.energy_j_per_sample / gain.value
-        samples_per_s = own.samples_per_s
+    def times(self, speed: Ratio | None, gain: Ratio | None, objective: Objective, baseline: _Figures) -> _Figures:
+        """Returns these figures with the baseline's times the ratios in place of those that a ratio is told of."""
+        found = self
         if speed is not None and 0 < speed.value < math.inf:
-            samples_per_s = self.samples_per_s * speed.value
-        return _Figures(samples_per_s=samples_per_s, peak_memory_mib=memory, energy_j_per_sample=energy)
+            found = replace(found, samples_per_s=baseline.samples_per_s * speed.value)
+        if gain is not None and gain.value > 0 and objective.name == "memory":
+            found = replace(found, peak_memory_mib=baseline.peak_memory_mib / gain.value)
+        if gain is not None and gain.value > 0 and objective.name == "energy" and baseline.energy_j_per_sample:
+            found = replace(found, energy_j_per_sample=baseline.energy_j_per_sample / gain.value)
+        return found
 
 
 def _measured(
@@ -177,7 +181,7 @@ def _measured(
     speed, gain = _honest(speeds.to_baseline(policy)), scores.to_baseline(policy)
     if objective.name != "memory":
         gain = _honest(gain)
-    figures = baseline.divided_by(speed, gain, objective, _Figures.of(rows))
+    figures = _Figures.of(rows).times(speed, gain, objective, baseline)
     share = speeds.time_share(policy)
     samples = next(row.outcome.samples_per_step for row in rows if isinstance(row.outcome, Measurement))
     step_ms = 1000 * samples / figures.samples_per_s
@@ -197,12 +201,9 @@ def _measured(
 
 
 def _honest(ratio: Ratio | None) -> Ratio | None:
-    """Returns the ratio; one of two policies that one process alone has measured reaches 1."""
-    return ratio.of_one_process if ratio is not None and _is_of_one_process(ratio) else ratio
-
-
-def _is_of_one_process(ratio: Ratio | None) -> bool:
-    return ratio is not None and ratio.launches < PROCESSES and ratio.deviation > 0
+    """Returns the ratio; the interval of what one process alone has measured reaches 1."""
+    is_of_one = ratio is not None and ratio.launches < PROCESSES and ratio.deviation > 0
+    return ratio.of_one_process if ratio is not None and is_of_one else ratio
 
 
 def _fast_enough(speed: Ratio | None, objective: Objective) -> float:

@@ -1,10 +1,29 @@
-"""The one statistical model of the table: what each policy scores, and how well that is known. Pure.
+"""The statistical model of the table: what each policy scores, and how well that is known. Pure.
 
-A row's score, on the logarithm, is its policy's own plus random effects (`effects.py`), whose sizes count in step
-spreads: how much the policy's steps differ within a block. How large they are, the rows say, and before them a prior.
+The score y of row r, of policy p in run i, process j and sitting k, is on the logarithm
 
-It is a linear mixed model: restricted maximum likelihood (Patterson and Thompson 1971) by fixed-point steps (MacKay
-1992), noise of Student's t (Lange et al. 1989), intervals with Satterthwaite's degrees of freedom (1946).
+    y_r = s_p + level_i + σ_p (launch_pij + sitting_pik + block_r) + doubt_r.
+
+s_p is the policy's own score, level_i that of its run, which is free: policies are compared within runs. σ_p is the
+policy's step spread, how much its steps differ within a block: processes and blocks of steps that wait for the host
+differ by more than those of steps that a GPU limits. The two variance components λ (launch) and β (block), in squares
+of σ, are estimated. The variance τ² of a sitting is a constant of the machine, and so are the doubts: F is the
+covariance of all that is not estimated.
+
+With the design X (1 where a row is of a policy), the components' kernels K_λ, K_β (K_β divided by the rows' weights w),
+V = λ K_λ + β K_β + F and P = V⁻¹ − V⁻¹ X (Xᵀ V⁻¹ X)⁻¹ Xᵀ V⁻¹, the steps for either component v, whose prior v₀ counts as
+n₀ observations, are those to the restricted maximum likelihood (Patterson and Thompson 1971; steps by MacKay 1992):
+
+    n_v = n₀ + v tr(P K_v),    v ← (n₀ v₀ + v² yᵀ P K_v P y) / n_v.
+
+Blocks have outliers, so their noise is Student's t with ν degrees of freedom: w = (ν + 1) / (ν + d²), d the distance of
+a row from what the others predict for it, in its standard deviations (Lange, Little and Taylor 1989).
+
+The scores are s = C Xᵀ V⁻¹ y with C = (Xᵀ V⁻¹ X)⁻¹. In a later sitting, in other processes, the ratio of policies p and q
+has the variance C_pp + C_qq − 2 C_pq + (σ_p² + σ_q²) (λ + τ²). Its interval is that of Student's t, with the degrees of
+freedom of a sum of variances a_v v known from n_v observations each: (Σ a_v v)² / Σ (a_v v)² / n_v (Satterthwaite 1946);
+what is not estimated has no doubt of its own. With a single process of each policy n_λ is hardly more than n₀: such an
+interval has the heavy tails of processes that no other one was seen beside.
 """
 
 from __future__ import annotations
@@ -12,7 +31,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,24 +39,29 @@ import numpy as np
 
 from amptune.measure.results.outcome import Measurement
 from amptune.policy.settings import Policy
-from amptune.search.table.effects import EFFECTS, WORTH, Effect, Machine
+from amptune.search.table.effects import Machine
+from amptune.search.table.improvement import Floats
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row, decisive, step_spread
-from amptune.search.table.row_arrays import LEVEL, Array, RowArrays, arrays_of
+from amptune.search.table.row import Row, decisive, mean_error, sittings_of, step_spread
 
 __all__ = ["Estimates", "fit"]
 
 Score = Callable[[Measurement], float | None]
 
-# If blocks differ more than expected, so do these, as far as the rows cannot tell them apart.
-_AS_BLOCKS = ("process", "sitting")
-# Degrees of freedom of the noise.
-_TAILS = 2.0
-# A row of which the others say next to nothing is no outlier.
-_UNKNOWN = 1e-6
+# The observations that a prior counts as, and the degrees of freedom of the noise.
+_PRIOR, _TAILS = 3.0, 2.0
+# The standard deviation of a run's level: any.
+_LEVEL = 10.0
+# Steps that differ by more than this do so for a few slow ones, of which the error of the block's mean tells.
+_MOST_SPREAD = 0.2
+# A policy's only block may be an outlier, which only another one shows: its noise counts so many times.
+_DOUBTFUL = 3.0
+# The doubt about a process that was disturbed, and about a policy's trial beside the user's loop, which also draws and
+# copies batches (0 to 8 % of a step, reports/h200/foreign): standard deviations.
+_DISTURBED, _OFF_LOOP = 0.15, 0.04
 _ITERATIONS, _FINAL_ITERATIONS = 20, 5
-# The effects are sized by at most so many rows of policies measured more than once: time grows with their cube.
+# The components are estimated from about so many rows of policies measured more than once: time grows with their cube.
 _MOST_ROWS = 200
 
 
@@ -45,20 +69,28 @@ _MOST_ROWS = 200
 class Estimates:
     """The estimates of all policies, on the logarithm of the score, relative to the baseline's.
 
-    `mean` and `own` (variance) are shrunk towards the other policies. `raw` are the means as measured, `contrast` the
-    variance of each pair's difference. `spread` is each policy's step spread, `size` the variance of each effect in
-    squares of it. Each array has one entry per policy, in the order of `policies`; `contrast` has (policies, policies).
+    Arrays have one entry per policy, in the order of `policies`; `contrast` has (policies, policies).
     """
 
     policies: tuple[Policy, ...]
     baseline: int
-    raw: Array
-    contrast: Array
-    mean: Array
-    own: Array
-    spread: Array
-    freedom: Array
-    size: Mapping[str, float]
+    raw: Floats
+    """The scores as measured."""
+
+    contrast: Floats
+    """The variance of each pair's difference."""
+
+    mean: Floats
+    """The scores, shrunk towards the other policies'; `own` has their variances."""
+
+    own: Floats
+    spread: Floats
+    freedom: Floats
+    launch: float
+    """The variance of launches, λ; `sitting` and `block` are τ² and β, all in squares of step spreads."""
+
+    sitting: float
+    block: float
     launches: tuple[int, ...]
     rows: tuple[int, ...]
 
@@ -88,8 +120,8 @@ class Estimates:
     def _ratio(self, p: int, q: int, log: float, variance: float, *, later: bool = True) -> Ratio | None:
         if p == q:
             return Ratio(value=1.0, low=1.0, high=1.0)
-        deviation = math.sqrt(variance + (self.next_variance(p, q) if later else 0.0))
-        if deviation > LEVEL:  # no run has both
+        deviation = math.sqrt(variance + (self.later_variance(p, q) if later else 0.0))
+        if deviation > _LEVEL:  # no run has both
             return None
         return Ratio.of_log(
             log,
@@ -98,22 +130,21 @@ class Estimates:
             launches=min(self.launches[p], self.launches[q]),
         )
 
-    def next_variance(self, p: int, q: int) -> float:
+    def later_variance(self, p: int, q: int) -> float:
         """Returns the variance that another sitting, with other processes, adds to the difference of two policies."""
-        own = (self.size["sitting"] + self.size["process"]) * (self.spread[p] ** 2 + self.spread[q] ** 2)
-        return float(own + self.size["host"] * (self.spread[p] - self.spread[q]) ** 2)
+        return float((self.launch + self.sitting) * (self.spread[p] ** 2 + self.spread[q] ** 2))
 
     def time_share(self, policy: Policy) -> float:
         """Returns half the 95 % interval of the policy's time in a later sitting, as a share of it."""
         p = self.place[policy]
-        lasting = 2 * (self.size["sitting"] + self.size["process"] + self.size["host"]) + self.size["drift"]
-        deviation = float(self.spread[p]) * math.sqrt(lasting + self.size["block"] / self.rows[p])
+        variance = 2 * (self.sitting + self.launch) + self.block / self.rows[p]
+        deviation = float(self.spread[p]) * math.sqrt(variance)
         return Ratio.of_log(0.0, deviation, freedom=float(self.freedom[p]), launches=1).high - 1
 
     @property
     def block_deviation(self) -> float:
         """The standard deviation of a typical policy's blocks."""
-        return math.sqrt(self.size["block"]) * float(np.median(self.spread))
+        return math.sqrt(self.block) * float(np.median(self.spread))
 
 
 def fit(
@@ -125,27 +156,23 @@ def fit(
         for row in (decisive(rows) if spread is None else rows)
         if isinstance(row.outcome, Measurement) and (value := score(row.outcome)) and 0 < value < math.inf
     ]
-    repeated = Counter(row.policy for row, _ in scored)
-    core = _newest([pair for pair in scored if repeated[pair[0].policy] > 1 or pair[0].policy == baseline])
-    singles = [pair for pair in scored if repeated[pair[0].policy] == 1 and pair[0].policy != baseline]
-    policies = tuple(dict.fromkeys(row.policy for row, _ in core + singles))
-    if baseline not in policies:
+    counts = Counter(row.policy for row, _ in scored)
+    if baseline not in counts:
         return None
+    kept = _newest(scored)
+    core = [(row, value) for row, value in kept if row.policy == baseline or (counts[row.policy] > 1 and row.is_settled)]
     spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
-    sizes = _sized(arrays_of(core[-_MOST_ROWS:], spreads, of_time=spread is None), machine.effects)
-    data = arrays_of(core + singles, spreads, of_time=spread is None)
-    return _estimated(data, policies, policies.index(baseline), sizes)
+    sizes = _estimated(_Table.of(core, spreads, machine, of_time=spread is None), machine)
+    return _estimates(_Table.of(kept, spreads, machine, of_time=spread is None), baseline, sizes)
 
 
 def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
-    """Returns about `_MOST_ROWS` rows: the newest of each policy in each run, as many of each as that allows.
+    """Returns about `_MOST_ROWS` rows: the newest of each policy in each run, as many of each.
 
     Every policy keeps a row in each of its runs, for policies are compared within runs.
     """
-    counts = Counter((row.policy, row.run) for row, _ in scored)
-    most = max(counts.values(), default=0)
-    while most > 1 and sum(min(most, count) for count in counts.values()) > _MOST_ROWS:
-        most -= 1
+    pairs = Counter((row.policy, row.run) for row, _ in scored)
+    most = max(1, (_MOST_ROWS - len(pairs)) // max(1, sum(count > 1 for count in pairs.values())))
     kept, seen = [], Counter[tuple[Policy, str]]()
     for pair in reversed(scored):
         one = pair[0].policy, pair[0].run
@@ -156,122 +183,183 @@ def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
 
 
 def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Policy, float]:
-    """Returns each policy's spread: that of its steps, and the more blocks there are, that of its blocks.
-
-    A policy of which too few steps are known has the median spread of the others' steps.
-    """
+    """Returns each policy's step spread; one of which too few steps are known has the median of the others'."""
     found: dict[Policy, list[float]] = {row.policy: [] for row in rows}
     if given is not None:
         return dict.fromkeys(found, given)
-    times: dict[Policy, dict[str, list[float]]] = {policy: {} for policy in found}
     for row in rows:
-        assert isinstance(row.outcome, Measurement)  # noqa: S101  # only these have a score
-        spread = step_spread(row.outcome)
+        spread = step_spread(row.outcome) if isinstance(row.outcome, Measurement) else None
         found[row.policy] += [] if spread is None else [spread]
-        times[row.policy].setdefault(row.run, []).append(math.log(row.outcome.mean_ms))
-    steps = {policy: statistics.median(spreads) for policy, spreads in found.items() if spreads}
-    typical = statistics.median(steps.values()) if steps else least
-    return {policy: max(least, _pooled(steps.get(policy, typical), times[policy].values())) for policy in found}
-
-
-def _pooled(steps: float, runs: Iterable[Sequence[float]]) -> float:
-    """Returns the mean of the steps' spread, which counts as `WORTH` blocks, and the blocks' own.
-
-    The blocks' own is the distance from their run's median that 68 % of them keep: one deviation of Gaussian ones. The
-    farthest block, which may be an outlier, counts as no farther than the next.
-    """
-    distances = sorted(abs(log - statistics.median(logs)) for logs in runs for log in logs if len(logs) > 1)
-    if not distances:
-        return steps
-    if len(distances) > 2:
-        distances[-1] = distances[-2]
-    blocks, freedom = float(np.quantile(distances, 0.68)), len(distances) - 1
-    return (WORTH * steps + freedom * blocks) / (WORTH + freedom)
+    known = {policy: statistics.median(spreads) for policy, spreads in found.items() if spreads}
+    typical = statistics.median(known.values()) if known else least
+    return {policy: min(_MOST_SPREAD, max(least, known.get(policy, typical))) for policy in found}
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """The variance of each effect, in squares of step spreads, and the observations behind it, the prior's included."""
+    """The components λ and β, and the observations that each is known from, by the components' names."""
 
-    size: dict[str, float]
-    worth: dict[str, float]
-
-
-def _sized(data: RowArrays, prior: Mapping[str, Effect]) -> _Sizes:
-    """Returns the most likely sizes. An effect that the rows do not show keeps its prior."""
-    sizes = _Sizes({name: prior[name].size ** 2 for name in EFFECTS}, {name: prior[name].worth for name in EFFECTS})
-    weights = np.ones_like(data.score)
-    if len(data.score) <= data.design.shape[1]:
-        return sizes
-    for _ in range(_ITERATIONS):
-        project = _projection(data.inverse(sizes.size, weights), data.design)
-        weights = _weights(data, project, weights, sizes.size["block"])
-        project = _projection(data.inverse(sizes.size, weights), data.design)
-        pull = project @ data.score
-        more = max(0.0, sizes.size["block"] / prior["block"].size ** 2 - 1)
-        for name, kernel in data.with_noise(weights).items():
-            size = sizes.size[name]
-            shown, seen = size * float(np.sum(project * kernel)), size**2 * float(pull @ kernel @ pull)
-            sizes.worth[name] = prior[name].worth + shown
-            expected = prior[name].size ** 2
-            if name in _AS_BLOCKS:
-                expected *= 1 + more * prior[name].worth / sizes.worth[name]
-            sizes.size[name] = (prior[name].worth * expected + seen) / sizes.worth[name]
-    return sizes
+    size: Mapping[str, float]
+    known: Mapping[str, float]
 
 
-def _projection(inverse: Array, design: Array) -> Array:
-    """Returns the matrix (rows, rows) that removes the policies' own scores."""
-    weighted = inverse @ design
-    return np.asarray(inverse - weighted @ np.linalg.solve(design.T @ weighted, weighted.T))
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The rows as arrays: y, X (rows, policies), the diagonal of K_β, K_λ and F (rows, rows), σ (policies)."""
+
+    policies: tuple[Policy, ...]
+    score: Floats
+    design: Floats
+    noise: Floats
+    launch: Floats
+    sitting: Floats
+    fixed: Floats
+    spread: Floats
+    launches: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], machine: Machine, *, of_time: bool
+    ) -> _Table:
+        """Only rows `of_time` are in doubt for slow steps, for waiting, or beside the user's loop."""
+        rows, own = [row for row, _ in scored], {row.policy: list[Row]() for row, _ in scored}
+        for row in rows:
+            own[row.policy].append(row)
+        spread = np.array([spreads[row.policy] for row in rows])
+        single = np.array([len(own[row.policy]) == 1 for row in rows])
+        off_loop = np.array([of_time and not row.in_loop for row in rows]) * any(row.in_loop for row in rows)
+        errors = np.array([_too_long(mean_error(row.outcome)) * of_time for row in rows if isinstance(row.outcome, Measurement)])
+        disturbed = np.array([_disturbance(row, own[row.policy], of_time=of_time) for row in rows])
+        policy, process = _alike([row.policy for row in rows]), _alike([(*_start(row), row.policy) for row in rows])
+        together = np.outer(spread, spread)
+        return _Table(
+            policies=tuple(own),
+            score=np.log([value for _, value in scored]),
+            design=np.array([[float(row.policy == one) for one in own] for row in rows]),
+            noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
+            launch=together * process,
+            sitting=together * policy * _alike(sittings_of(rows)),
+            fixed=_LEVEL**2 * _alike([(row.run, row.in_loop) for row in rows])
+            + _OFF_LOOP**2 * np.outer(off_loop, off_loop) * policy
+            + np.outer(disturbed, disturbed) * process
+            + np.diag(np.maximum(0.0, errors**2 - spread**2)),
+            spread=np.array([spreads[one] for one in own]),
+            launches=tuple(map(_launches, own.values())),
+        )
+
+    def kernels(self, weights: Floats) -> dict[str, Floats]:
+        """Returns K_λ and K_β by the components' names."""
+        return {"launch": self.launch, "block": np.diag(self.noise / weights)}
+
+    def inverse(self, size: Mapping[str, float], weights: Floats) -> Floats:
+        """Returns V⁻¹."""
+        parts = (size[name] * kernel for name, kernel in self.kernels(weights).items())
+        return np.asarray(np.linalg.inv(sum(parts, self.fixed + size["sitting"] * self.sitting)), dtype=np.float64)
+
+    def projection(self, size: Mapping[str, float], weights: Floats) -> Floats:
+        """Returns P."""
+        inverse = self.inverse(size, weights)
+        weighted = inverse @ self.design
+        return np.asarray(inverse - weighted @ np.linalg.solve(self.design.T @ weighted, weighted.T))
+
+    def weights(self, size: Mapping[str, float], weights: Floats) -> Floats:
+        """Returns w, from the weights before: by distances from what all other rows predict.
+
+        An outlier thus does not pass for the effect of a process that it is the only block of.
+        """
+        project, noise = self.projection(size, weights), size["block"] * self.noise
+        known = np.diag(project) > 1e-6 / self.noise  # a row of which the others say next to nothing is no outlier
+        variance = 1 / np.where(known, np.diag(project), 1.0)
+        distance = np.where(known, variance * (project @ self.score), 0.0)
+        plain = np.maximum(variance - noise * (1 / weights - 1), noise)
+        return np.asarray((_TAILS + 1) / (_TAILS + distance**2 / plain))
 
 
-def _weights(data: RowArrays, project: Array, weights: Array, block: float) -> Array:
-    """Returns how far each block is no outlier: by the distance from what all other rows predict for it.
+def _estimated(table: _Table, machine: Machine) -> _Sizes:
+    """Returns the most likely components. One that the rows do not show keeps its prior."""
+    prior = {"launch": machine.launch**2, "block": machine.block**2}
+    size, known = {**prior, "sitting": machine.sitting**2}, dict.fromkeys((*prior, "sitting"), _PRIOR)
+    weights = np.ones_like(table.score)
+    for _ in range(_ITERATIONS if len(table.score) > len(table.policies) else 0):
+        project = table.projection(size, weights)
+        pull = project @ table.score
+        for name, kernel in table.kernels(weights).items():
+            known[name] = _PRIOR + size[name] * float(np.sum(project * kernel))
+            size[name] = (_PRIOR * prior[name] + size[name] ** 2 * float(pull @ kernel @ pull)) / known[name]
+        weights = table.weights(size, weights)
+    return _Sizes(size, known)
 
-    An outlier thus does not pass for the effect of a process or a sitting that it is the only block of.
-    """
-    own = np.diag(project)
-    known = own > _UNKNOWN / data.noise
-    variance = 1 / np.where(known, own, 1.0)
-    distance = np.where(known, variance * (project @ data.score), 0.0)
-    plain = np.maximum(variance - block * data.noise * (1 / weights - 1), block * data.noise)
-    return np.asarray((_TAILS + 1) / (_TAILS + distance**2 / plain))
 
-
-def _estimated(data: RowArrays, policies: tuple[Policy, ...], baseline: int, sizes: _Sizes) -> Estimates:
-    weights = np.ones_like(data.score)
+def _estimates(table: _Table, baseline: Policy, sizes: _Sizes) -> Estimates:
+    weights, b = np.ones_like(table.score), table.policies.index(baseline)
     for _ in range(_FINAL_ITERATIONS):
-        project = _projection(data.inverse(sizes.size, weights), data.design)
-        weights = _weights(data, project, weights, sizes.size["block"])
-    weighted = data.inverse(sizes.size, weights) @ data.design
-    covariance = np.asarray(np.linalg.inv(data.design.T @ weighted), dtype=np.float64)
-    scores = covariance @ (weighted.T @ data.score)
-    raw, variance = scores - scores[baseline], np.diag(covariance)
-    mean, own = shrunk(raw, covariance, baseline)
+        weights = table.weights(sizes.size, weights)
+    weighted = table.inverse(sizes.size, weights) @ table.design
+    covariance = np.asarray(np.linalg.inv(table.design.T @ weighted), dtype=np.float64)
+    scores = covariance @ (weighted.T @ table.score)
+    raw, variance = scores - scores[b], np.diag(covariance)
+    contrast = np.maximum(variance[:, None] + variance - 2 * covariance, 0.0)
+    mean, own = shrunk(raw, covariance, b)
     return Estimates(
-        policies=policies,
-        baseline=baseline,
+        policies=table.policies,
+        baseline=b,
         raw=raw,
-        contrast=np.maximum(variance[:, None] + variance - 2 * covariance, 0.0),
+        contrast=contrast,
         mean=mean,
         own=own,
-        spread=data.spread,
-        freedom=_freedom(weighted @ covariance, data, weights, sizes, baseline),
-        size=sizes.size,
-        launches=data.launches,
-        rows=tuple(int(count) for count in data.design.sum(axis=0)),
+        spread=table.spread,
+        freedom=_freedom(table, weights, weighted @ covariance, sizes, b),
+        launch=sizes.size["launch"],
+        sitting=sizes.size["sitting"],
+        block=sizes.size["block"],
+        launches=table.launches,
+        rows=tuple(int(count) for count in table.design.sum(axis=0)),
     )
 
 
-def _freedom(estimator: Array, data: RowArrays, weights: Array, sizes: _Sizes, baseline: int) -> Array:
+def _freedom(table: _Table, weights: Floats, estimator: Floats, sizes: _Sizes, b: int) -> Floats:
     """Returns the degrees of freedom of each policy's difference to the baseline in a later sitting."""
-    lever, spread = estimator - estimator[:, [baseline]], data.spread
-    squares = spread**2 + spread[baseline] ** 2
-    later = {"process": squares, "sitting": squares, "host": (spread - spread[baseline]) ** 2}
-    whole, doubt = np.zeros_like(spread), np.zeros_like(spread)
-    for name, kernel in data.with_noise(weights).items():
+    lever, squares = estimator - estimator[:, [b]], table.spread**2 + table.spread[b] ** 2
+    whole, doubt = np.zeros_like(squares), np.zeros_like(squares)
+    later = {"launch": squares, "sitting": squares}
+    for name, kernel in {**table.kernels(weights), "sitting": table.sitting}.items():
         part = sizes.size[name] * (np.sum(lever * (kernel @ lever), axis=0) + later.get(name, 0.0))
         whole += part
-        doubt += part**2 / sizes.worth[name]
+        doubt += part**2 / sizes.known[name]
     return np.asarray(np.maximum(1.0, whole**2 / np.maximum(doubt, np.finfo(float).tiny)))
+
+
+def _disturbance(row: Row, own: Sequence[Row], *, of_time: bool) -> float:
+    """Returns by how much the row may be off for what disturbed it, as a standard deviation on the logarithm.
+
+    If a thread waited for a CPU for a fourth of the time, another may have waited for that thread for as long, and on a
+    quiet machine the steps may take half of the time. A policy that waits in each of its blocks does so in training on
+    this machine: only waiting beyond its least counts.
+    """
+    if not row.is_disturbed:
+        return 0.0
+    delays = [row.outcome.host_delay or 0.0 for row in (row, *own) if isinstance(row.outcome, Measurement)]
+    more = delays[0] - (min(delays) if len(own) > 1 else 0.0) if of_time else 0.0
+    return max(_DISTURBED, _too_long(2 * more))
+
+
+def _too_long(share: float) -> float:
+    """Returns the doubt, on the logarithm, about a time of which this share may be too much."""
+    return -math.log(max(_DISTURBED, 1 - share))
+
+
+def _start(row: Row) -> tuple[str, str]:
+    return row.run, row.launch
+
+
+def _launches(rows: Sequence[Row]) -> int:
+    """Returns the number of processes that a policy was timed in undisturbed, or at all if it was not."""
+    quiet = {_start(row) for row in rows if not row.is_disturbed}
+    return len(quiet or set(map(_start, rows)))
+
+
+def _alike(keys: Sequence[object]) -> Floats:
+    """Returns a matrix (rows, rows) with 1 where two rows have the same key."""
+    number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    numbers = np.array([number[key] for key in keys])
+    return np.asarray(numbers[:, None] == numbers, dtype=np.float64)

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import NormalDist
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from amptune.policy.settings import Policy
 from amptune.search.table.contenders import PROCESSES, Contender
+from amptune.search.table.improvement import expected_improvement
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import KNOWN_TO, NEGLIGIBLE
 from amptune.search.table.ratio import CONFIRMED, LIKELY
 from amptune.search.table.verdict import Bar, Verdict, departure_count
 
-__all__ = ["UNSEEN", "NextRound", "launch_s", "named_by", "next_round", "round_again"]
+__all__ = ["NextRound", "next_round"]
 
 # At most this many policies are measured in turn: each takes a process, and the round a time in which things drift.
 MOST_POLICIES = 8
-# Each further process that starts beside one makes starting them take longer by this share of one's time: six took 12 s
-# on the host of an H200, one 6 s.
-BESIDE = 0.2
 # A policy is worth a row if, known exactly, it could be expected to gain this share.
 WORTH_A_ROW = 0.0005
-# What an unmeasured policy one step from the leader promises, and FP32 for modules before they were timed: most are
-# worse, a few gain some percent. Such policies are measured once no measured one promises more, and enough processes
-# stand behind the answer.
-UNSEEN = 0.01
-MOST_UNSEEN = 4
+
+# Returns the seconds of a round of these policies, in fresh processes or where they run.
+Seconds = Callable[[Sequence[Policy], bool], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextRound:
-    """One round: each policy measured once, in a fresh process or in the one that runs. The baseline comes first.
-
-    It is expected to take `seconds`, and to add `worth` to the logarithm of the winner's score.
-    """
+    """One round: each policy measured once, in a `fresh` process or in the one that runs. The baseline comes first."""
 
     policies: tuple[Policy, ...]
     fresh: bool
-    seconds: float = field(default=0.0, compare=False)
-    worth: float = field(default=0.0, compare=False)
 
 
 def next_round(
@@ -48,122 +38,67 @@ def next_round(
     bar: Bar,
     *,
     beside: Sequence[Policy] = (),
-    unseen: Sequence[Policy] = (),
     running: Collection[Policy] = (),
-    fresh_s: Callable[[Sequence[Policy]], float],
-    cost_s: Callable[[Policy], float],
-    judging_s: Callable[[Policy], float] = lambda _: 0.0,
+    seconds: Seconds,
     left_s: float,
 ) -> NextRound | None:
     """Returns the round that tells most in the time that is left; None if no round is worth it or fits.
 
-    `running` policies have a process of their own, to start some takes `fresh_s`; `unseen` ones have no row yet and may
-    be better. Those `beside` are in every round that has room for them, so that they can be shown beside the winner.
-    If the round makes a policy the leader, judging it takes `judging_s`; that must fit too.
+    The baseline, the leader and a winner that is simpler are in every round; then come those `beside`, and the rivals
+    that may still win. `running` policies have a process of their own. If the baseline and the leader do not fit in
+    fresh processes, they take turns where they run, or at last the leader alone does, if the loop never timed it.
     """
-    core = named_by(verdict)
-    worth = _rivals(verdict, bar)
-    new = [policy for policy in unseen if policy not in core][:MOST_UNSEEN]
-    if max(worth.values(), default=0.0) >= UNSEEN or (len(core) > 1 and _are_few(verdict, core)):
-        new = []
-    if not new and (len(core) == 1 or (not worth and _is_settled(verdict))):
+    core, rivals = _core(verdict), _rivals(verdict, bar)
+    if len(core) == 1 or (not rivals and _is_settled(verdict, core)):
         return None
-    shown = [policy for policy in beside if policy not in core]
-    rest = [policy for policy in worth if policy not in shown]
-    others = [*shown, *rest[: MOST_POLICIES - len(core) - len(shown) - len(new)], *new]
-    fresh = _fresh_tells_more(verdict, core, running, fresh_s(core + others), sum(map(cost_s, core + others)))
-    for count in range(len(others), -1, -1):
+    others = list(dict.fromkeys(policy for policy in (*beside, *rivals) if policy not in core))
+    fresh = _fresh_tells_more(verdict, core, running, seconds)
+    for count in range(min(len(others), MOST_POLICIES - len(core)), -1, -1):
         policies = (*core, *others[:count])
         starts = fresh or not set(policies) <= set(running)
-        seconds = sum(map(cost_s, policies)) + (fresh_s(policies) if starts else 0.0)
-        if seconds + max(map(judging_s, policies)) <= left_s:
-            gained = sum(worth.get(policy, 0.0) for policy in policies)
-            return NextRound(policies=policies, fresh=starts, seconds=seconds, worth=gained)
-    for policies in (tuple(core), *_unseen_in_loop(verdict, bar)):
-        seconds = sum(map(cost_s, policies))
-        if set(policies) <= set(running) and seconds + max(map(judging_s, policies)) <= left_s:
-            return NextRound(policies=policies, fresh=False, seconds=seconds)
+        if seconds(policies, starts) <= left_s:
+            return NextRound(policies=policies, fresh=starts)
+    unseen = verdict.leader is not None and not verdict.leader.in_loop and not verdict.waits_for_data
+    for policies in (tuple(core), *([(core[1],)] if unseen else [])):
+        if set(policies) <= set(running) and seconds(policies, False) <= left_s:
+            return NextRound(policies=policies, fresh=False)
     return None
 
 
-def _unseen_in_loop(verdict: Verdict, bar: Bar) -> Iterator[tuple[Policy]]:
-    """Yields the leader alone if the user's loop has not seen it and can tell its speed.
-
-    Where the loop contradicted a trial, it yields all that cannot win without a turn: the leader's may take too long.
-    """
-    leader = verdict.leader
-    if leader is None or leader.in_loop or verdict.waits_for_data:
-        return
-    yield (leader.policy,)
-    for one in verdict.contenders:
-        if not one.believed and one.may_win and one.policy != leader.policy and bar(one.policy) is None:
-            yield (one.policy,)
-
-
-def round_again(
-    verdict: Verdict,
-    policies: Sequence[Policy],
-    *,
-    fresh: bool,
-    running: Collection[Policy],
-    fresh_s: Callable[[Sequence[Policy]], float],
-    cost_s: Callable[[Policy], float],
-    left_s: float,
-) -> NextRound | None:
-    """Returns another round of these policies, whatever it is worth; None if none fits.
-
-    It is in fresh processes if that is wanted (`fresh`) or tells more, and fits; else in those that run.
-    """
-    together_s, round_s = fresh_s(policies), sum(map(cost_s, policies))
-    fresh = fresh or _fresh_tells_more(verdict, policies, running, together_s, round_s)
-    if fresh and together_s + round_s <= left_s:
-        return NextRound(policies=tuple(policies), fresh=True, seconds=together_s + round_s)
-    fits = set(policies) <= set(running) and round_s <= left_s
-    return NextRound(policies=tuple(policies), fresh=False, seconds=round_s) if fits else None
-
-
-def launch_s(start_s: float, count: int) -> float:
-    """Returns the seconds to start this many processes beside one another, from those of one."""
-    return start_s * (1 + BESIDE * (count - 1))
-
-
-def named_by(verdict: Verdict) -> list[Policy]:
+def _core(verdict: Verdict) -> list[Policy]:
     """Returns the policies of every round: the baseline, the leader, and the winner if that is a simpler one."""
     named = (verdict.baseline, verdict.leader, verdict.winner)
     return list(dict.fromkeys(one.policy for one in named if one is not None))
 
 
-def _rivals(verdict: Verdict, bar: Bar) -> dict[Policy, float]:
-    """Returns what each policy that may still win is worth, the most first."""
-    if verdict.leader is None:
-        return {}
-    named = named_by(verdict)
-    able = [one for one in verdict.contenders if one.may_win and one.policy not in named and bar(one.policy) is None]
-    worth = {one.policy: one.fast_enough * _worth(one, verdict) for one in able}
-    ranked = sorted(worth, key=lambda policy: -worth[policy])
-    return {policy: worth[policy] for policy in ranked if worth[policy] >= WORTH_A_ROW}
+def _rivals(verdict: Verdict, bar: Bar) -> list[Policy]:
+    """Returns the policies that may still win and are worth a row, by what each is expected to gain, the most first.
 
-
-def _worth(one: Contender, verdict: Verdict) -> float:
-    """Returns the gain that is expected if the policy's score were known: its expected improvement (Mockus 1978).
-
-    The gain is that over the leader, or over the baseline if that is better. A negligible one counts only if the policy
-    is simpler.
+    A policy that is likely worse than the baseline is none.
     """
-    assert verdict.leader is not None  # noqa: S101  # the caller has looked
+    if verdict.leader is None:
+        return []
+    core = _core(verdict)
+    open_ones = (one for one in verdict.contenders if one.may_win and one.chance > 1 - LIKELY)
+    able = [one for one in open_ones if one.policy not in core and bar(one.policy) is None]
+    worth = {one.policy: one.fast_enough * _worth(one, verdict, verdict.leader) for one in able}
+    return sorted((policy for policy in worth if worth[policy] >= WORTH_A_ROW), key=lambda policy: -worth[policy])
+
+
+def _worth(one: Contender, verdict: Verdict, leader: Contender) -> float:
+    """Returns the expected improvement on the leader, or on the baseline if that is better, were the score known.
+
+    A negligible improvement counts only if the policy is simpler.
+    """
     fit = verdict.scores
-    p, q = fit.policies.index(one.policy), fit.policies.index(verdict.leader.policy)
-    simpler = departure_count(one.policy) < departure_count(verdict.leader.policy)
+    p, q = fit.place[one.policy], fit.place[leader.policy]
     q = q if fit.mean[q] >= fit.mean[fit.baseline] else fit.baseline
+    simpler = departure_count(one.policy) < departure_count(leader.policy)
     ahead = float(fit.mean[p] - fit.mean[q]) - (0.0 if simpler else NEGLIGIBLE)
-    deviation = math.sqrt(float(fit.own[p] + fit.own[q]))
-    if deviation == 0.0:
-        return max(0.0, ahead)
-    normal = NormalDist()
-    return ahead * normal.cdf(ahead / deviation) + deviation * normal.pdf(ahead / deviation)
+    return float(expected_improvement(ahead, math.sqrt(float(fit.own[p] + fit.own[q]))))
 
 
-def _is_settled(verdict: Verdict) -> bool:
+def _is_settled(verdict: Verdict, core: Sequence[Policy]) -> bool:
     """Returns True if the leader is decided, and a later sitting adds more doubt than is left in this one.
 
     A simpler policy that wins in its place is to be confirmed as well.
@@ -172,35 +107,33 @@ def _is_settled(verdict: Verdict) -> bool:
     if leader is None or leader.gain is None:
         return True
     known = (verdict.scores, verdict.speeds) if verdict.objective.needs_speed else (verdict.scores,)
-    in_few = leader.gain.launches < PROCESSES or _are_few(verdict, named_by(verdict)[1:])
-    decided = leader.chance <= 1 - LIKELY or (leader.chance >= CONFIRMED and not in_few)
-    return decided and all(_is_narrow(leader.policy, fit) for fit in known)
+    confirmed = leader.chance >= CONFIRMED and not _are_few(verdict.scores, core)
+    narrow = all(_is_narrow(leader.policy, fit) for fit in known)
+    return leader.chance <= 1 - CONFIRMED or (narrow and (confirmed or leader.chance <= 1 - LIKELY))
 
 
 def _is_narrow(policy: Policy, fit: Estimates) -> bool:
-    p, b, ratio = fit.policies.index(policy), fit.baseline, fit.to_baseline(policy)
-    return float(fit.own[p] + fit.own[b]) <= fit.next_variance(p, b) or (
-        ratio is not None and ratio.half_width < KNOWN_TO
-    )
+    p, b, ratio = fit.place[policy], fit.baseline, fit.to_baseline(policy)
+    narrow = ratio is not None and ratio.half_width < KNOWN_TO
+    return narrow or float(fit.own[p] + fit.own[b]) <= fit.later_variance(p, b)
 
 
-def _are_few(verdict: Verdict, policies: Sequence[Policy]) -> bool:
+def _are_few(fit: Estimates, policies: Sequence[Policy]) -> bool:
     """Returns True if one of these policies was not timed in as many processes as confirm an answer."""
-    fit = verdict.scores
-    return any(fit.launches[fit.policies.index(policy)] < PROCESSES for policy in policies)
+    return any(fit.launches[fit.place[policy]] < PROCESSES for policy in policies)
 
 
-def _fresh_tells_more(
-    verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], start_s: float, round_s: float
-) -> bool:
-    """Returns True if a second is better spent on fresh processes than on more blocks in those that run."""
+def _fresh_tells_more(verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], seconds: Seconds) -> bool:
+    """Returns True if a second is better spent on fresh processes than on more blocks in those that run.
+
+    One more of n launches or blocks takes v / (n (n + 1)) from a variance v / n.
+    """
     fit = verdict.scores
-    if _are_few(verdict, core) or not set(core) <= set(running):
+    if _are_few(fit, core) or not set(core) <= set(running):
         return True
-    fresh = again = 0.0
-    for policy in core:
-        p = fit.policies.index(policy)
-        squared, launches, rows = float(fit.spread[p]) ** 2, max(1, fit.launches[p]), max(1, fit.rows[p])
-        again += squared * fit.size["block"] / (rows * (rows + 1))
-        fresh += squared * fit.size["process"] / (launches * (launches + 1))
-    return fresh * round_s > again * start_s  # that is (fresh + again) / (start_s + round_s) > again / round_s
+    by_launch = by_block = 0.0
+    for p in (fit.place[policy] for policy in core):
+        launches, rows, squared = max(1, fit.launches[p]), max(1, fit.rows[p]), float(fit.spread[p]) ** 2
+        by_launch += squared * fit.launch / (launches * (launches + 1))
+        by_block += squared * fit.block / (rows * (rows + 1))
+    return (by_launch + by_block) / seconds(core, True) > by_block / seconds(core, False)

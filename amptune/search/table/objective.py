@@ -39,14 +39,12 @@ ENERGY_BLOCK_S, ENERGY_STEPS = 1.0, 5000
 class Objective:
     """A goal that policies are compared by.
 
-    With `memory`, a policy counts only if it reaches the share `least_speed` of the baseline's samples per second. With
-    `steps`, of a training of so many, the policy that ends it first is the fastest, what starting takes included.
-    Raises `ObjectiveError` for an unknown name, a share that is not above 0, or steps of another objective.
+    With `memory`, a policy counts only if it reaches the share `least_speed` of the baseline's samples per second.
+    Raises `ObjectiveError` for an unknown name or a share that is not above 0.
     """
 
     name: ObjectiveName = "throughput"
     least_speed: float = 1.0
-    steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVES:
@@ -55,8 +53,6 @@ class Objective:
             raise ObjectiveError(
                 f"the least speed is a share of the baseline's above 0, such as 0.9, not {self.least_speed}"
             )
-        if self.steps is not None and (self.name != "throughput" or self.steps < 1):
-            raise ObjectiveError(f"steps are for the objective throughput, and at least 1, not {self.steps}")
 
     def score(self, measurement: Measurement) -> float | None:
         """Returns the score (higher is better, twice as much is twice as good); None if the figure was not measured."""
@@ -94,11 +90,11 @@ class Objective:
         return not self.needs_speed or share >= self.least_speed - KNOWN_TO
 
 
-def objective_of(name: str, least_speed: float | None = None, steps: int | None = None) -> Objective:
+def objective_of(name: str, least_speed: float | None = None) -> Objective:
     """Returns the objective that a user names. Raises `ObjectiveError`, also for what does not apply to it."""
     if least_speed is not None and name != "memory":
         raise ObjectiveError(f"the least speed is for the objective memory; {name} has no need of one")
-    return Objective(name, 1.0 if least_speed is None else least_speed, steps)  # type: ignore[arg-type]  # checked there
+    return Objective(name, 1.0 if least_speed is None else least_speed)  # type: ignore[arg-type]  # checked there
 
 
 THROUGHPUT = Objective()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from amptune.search.table.objective import NEGLIGIBLE
-from amptune.search.table.row_arrays import Array
+from amptune.search.table.improvement import Floats
 
 __all__ = ["shrunk"]
 
@@ -17,7 +17,7 @@ _ROUNDS = 3
 _BROAD = 1.0
 
 
-def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
+def shrunk(raw: Floats, covariance: Floats, baseline: int) -> tuple[Floats, Floats]:
     """Returns means and variances, (policies,) each, of the logarithms `raw` relative to the baseline's.
 
     The population that a policy is shrunk towards is a mixture of the others' estimates and of a broad density. With
@@ -42,7 +42,7 @@ def shrunk(raw: Array, covariance: Array, baseline: int) -> tuple[Array, Array]:
     return mean, own
 
 
-def _towards(raw: Array, noise: Array, mean: Array, own: Array) -> tuple[Array, Array]:
+def _towards(raw: Floats, noise: Floats, mean: Floats, own: Floats) -> tuple[Floats, Floats]:
     """Returns each policy's mean and variance, given the others' as its population."""
     centre = np.append(mean, raw.mean())
     width = np.append(own + NEGLIGIBLE**2, _BROAD**2)  # it is not resolved finer than matters to a user

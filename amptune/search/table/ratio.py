@@ -12,7 +12,7 @@ __all__ = ["CONFIRMED", "LIKELY", "Confidence", "Ratio", "chance_in_words", "con
 # A gain is confirmed, or likely, with this probability. A likely one is written as provisional; with less, the baseline
 # stays.
 CONFIRMED, LIKELY = 0.995, 0.9
-# An interval that reaches so many times the value says nothing.
+# An interval that holds 1 and reaches so many times the value says nothing.
 TOO_WIDE = 4.0
 # A ratio so near to 1 is shown with one decimal more.
 SMALL, MOST_DIGITS = 0.05, 3
@@ -93,7 +93,7 @@ class Ratio:
 
     @property
     def _says_nothing(self) -> bool:
-        return self.high > TOO_WIDE * self.value
+        return self.low < 1 < self.high and self.high > TOO_WIDE * self.value
 
     @property
     def digits(self) -> int:

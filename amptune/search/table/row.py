@@ -17,7 +17,6 @@ from amptune.policy.settings import Policy
 __all__ = [
     "SITTING_S",
     "Row",
-    "are_alike",
     "contradicts_trials",
     "decisive",
     "mean_error",
@@ -34,11 +33,8 @@ SITTING_S = 600.0
 _DEVIATIONS = 1.4826
 # Fewer steps than this do not show how much steps differ.
 _FEWEST_STEPS = 5
-# Steps of two policies are alike if the mean of their ratios is no farther than this from the median: a policy that is
-# as a rule fast, and now and then very slow, has no figure that a few blocks can tell.
-ALIKE = 0.1
-# The loop contradicts a trial if a policy that was ahead of the baseline is slower than it by more than twice that.
-CONTRADICTED = 2 * ALIKE
+# The loop contradicts a trial if a policy that was ahead of the baseline is slower than it by more than this share.
+CONTRADICTED = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +60,11 @@ class Row:
     def in_loop(self) -> bool:
         """True if the user's training loop was timed."""
         return isinstance(self.outcome, Measurement) and self.outcome.in_loop
+
+    @property
+    def is_bound(self) -> bool:
+        """True if it ended early: the policy is at most as fast as its first steps, and nobody knows its mean."""
+        return isinstance(self.outcome, Measurement) and self.outcome.abandoned
 
     @property
     def is_settled(self) -> bool:
@@ -101,12 +102,13 @@ def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
 
 
 def decisive(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows that tell how fast policies are: without loops that wait for data, and without unsettled blocks.
+    """Returns the rows that tell how fast policies are.
 
-    A policy that is not settled keeps all its rows.
+    These are no bounds, no loops that wait for data, and no unsettled blocks of a policy that has settled ones.
     """
     waits, settled = waits_for_data(rows), settled_in(rows)
-    return [row for row in rows if not (waits and row.in_loop) and (row.is_settled or row.policy not in settled)]
+    able = (row for row in rows if not row.is_bound and not (waits and row.in_loop))
+    return [row for row in able if row.is_settled or row.policy not in settled]
 
 
 def settled_in(rows: Sequence[Row]) -> set[Policy]:
@@ -115,7 +117,9 @@ def settled_in(rows: Sequence[Row]) -> set[Policy]:
     The loop has the last word: its batches are new, those of a trial come again and again.
     """
     looped = {row.policy for row in rows if row.in_loop}
-    return {row.policy for row in rows if row.is_settled and (row.in_loop or row.policy not in looped)}
+    return {
+        row.policy for row in rows if row.is_settled and not row.is_bound and (row.in_loop or row.policy not in looped)
+    }
 
 
 def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
@@ -125,7 +129,7 @@ def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
     it ahead. A trial's batches come again and again; if that is why, the trials of other policies are no better.
     """
     loops = [row for row in rows if row.in_loop]
-    trials = [row for row in rows if not row.in_loop and row.is_settled]
+    trials = [row for row in rows if not row.in_loop and row.is_settled and not row.is_bound]
     twice = {row.policy for row in loops} & {row.policy for row in trials}
     if twice - settled_in(rows):
         return True
@@ -164,21 +168,6 @@ def wait_share(rows: Sequence[Row]) -> dict[Policy, float]:
         if isinstance(row.outcome, Measurement) and row.in_loop:
             shares.setdefault(row.policy, []).append(row.outcome.wait_share)
     return {policy: statistics.median(of) for policy, of in shares.items()}
-
-
-def are_alike(rows: Sequence[Row], baseline: Sequence[Row]) -> bool:
-    """Returns True if steps of a policy take about the same multiple of the baseline's on the same batches."""
-    pair = (_steps_on_the_sequence(rows), _steps_on_the_sequence(baseline))
-    ratios = [own / other for own, other in zip(*pair, strict=False)]
-    if len(ratios) < _FEWEST_STEPS:
-        return False
-    return abs(statistics.fmean(ratios) / statistics.median(ratios) - 1) <= ALIKE
-
-
-def _steps_on_the_sequence(rows: Sequence[Row]) -> tuple[float, ...]:
-    """Returns the newest block on the sequence of batches that is the same for all policies."""
-    blocks = (row.outcome for row in reversed(rows) if not row.in_loop)
-    return next((block.step_ms for block in blocks if isinstance(block, Measurement)), ())
 
 
 def step_spread(measurement: Measurement) -> float | None:

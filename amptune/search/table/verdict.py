@@ -72,6 +72,12 @@ class Verdict:
     def keeps_the_baseline(self) -> bool:
         return self.winner.policy == self.baseline.policy
 
+    @property
+    def is_open(self) -> bool:
+        """True if nothing was compared with the baseline, so that there is no answer yet."""
+        others = (one for one in self.contenders if one.policy != self.baseline.policy)
+        return all(one.failure is None and one.gain is None and one.at_most is None for one in others)
+
     def contender_of(self, policy: Policy) -> Contender | None:
         return next((contender for contender in self.contenders if contender.policy == policy), None)
 
@@ -105,7 +111,7 @@ def verdict_of(
     )
     if speeds is None or scores is None:
         return None
-    contenders = tuple(sorted(contenders_of(rows, scores, speeds, objective, machine), key=lambda one: one.place))
+    contenders = tuple(sorted(contenders_of(rows, scores, speeds, objective), key=lambda one: one.place))
     own = next(one for one in contenders if one.policy == baseline)
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.is_shown]
@@ -199,6 +205,8 @@ def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
         return f"failed: {one.failure}"
     if one.policy == verdict.baseline.policy:
         return f"{verdict.winner.policy} is better"
+    if one.at_most is not None:
+        return f"at most {one.at_most:.1g}× the speed of the baseline (ended early)"
     if one.too_slow:
         return f"too slow: {one.vs_baseline} the speed of the baseline"
     if one.gain is None:
@@ -209,12 +217,11 @@ def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
 
 
 def _beside(one: Contender, verdict: Verdict) -> str:
-    if one.chance < LIKELY:
-        return f"not shown to be better than the baseline: {one.gain}, {chance_in_words(one.chance)} sure"
     if not one.believed:
         return "the training loop said otherwise of another policy than its trial, and has not timed this one"
     if not one.is_shown:
-        return f"may be slower than the baseline ({one.gain}), and its steps differ from each other too much to tell"
+        sure = f", {chance_in_words(one.chance)} sure" if one.merit > 1 else ""
+        return f"not shown to be better than the baseline: {one.gain}{sure}"
     fit = verdict.scores
     behind = float(fit.mean[fit.place[verdict.winner.policy]] - fit.mean[fit.place[one.policy]])
     won_by = verdict.winner.policy
@@ -253,8 +260,8 @@ def _findings(verdict: Verdict, equals: int) -> Iterator[Finding]:
 
 def _kept(verdict: Verdict) -> Iterator[Finding]:
     leader, objective = verdict.leader, verdict.objective
-    if len(verdict.contenders) == 1:
-        return  # there is no answer yet
+    if verdict.is_open:
+        return
     rival = ""
     if leader is not None:
         words = gain_in_words(objective, leader.gain, leader.vs_baseline)

@@ -140,3 +140,10 @@ def test_all_time_of_recorded_gpu_steps_is_accounted_for_and_the_modules_to_blam
     assert found_in("vgg16", "stock")["no-tensor-cores"].module == "classifier.0"
     assert found_in("bert_base", "bf16")["unaligned-matmul"].figures["matmuls"][0]["n"] == 30522
     assert "multiples of 8" in found_in("conv1", "bf16")["layout-transposes"].message
+
+
+def test_products_in_half_are_told_from_those_in_fp32() -> None:
+    for policy, in_half in (("bf16", True), ("stock", False)):
+        assert {product.in_half for product in recorded("conv1", policy).products} == {in_half}
+        assert {product.in_half for product in recorded("mlp3", policy).products} == {in_half}
+    assert {product.in_half for product in recorded("mlp3", "bf16-graphs").products} == {None}, "nobody knows"

@@ -63,8 +63,8 @@ def unaligned(ms: float) -> tuple[UnalignedMatmul, ...]:
     return (UnalignedMatmul(module="head", op="addmm", m=8192, n=50257, k=768, count=1, ms=ms),)
 
 
-def products(kind: Any, plain_ms: float, module: str = "body") -> tuple[ProductTime, ...]:
-    return (ProductTime(module=module, kind=kind, plain_ms=plain_ms, slowest_plain="sgemm"),)
+def products(kind: Any, plain_ms: float, module: str = "body", in_half: bool | None = None) -> tuple[ProductTime, ...]:
+    return (ProductTime(module=module, kind=kind, plain_ms=plain_ms, slowest_plain="sgemm", in_half=in_half),)
 
 
 def operations(count: int) -> tuple[OperationTime, ...]:
@@ -75,6 +75,7 @@ def compiled(mode: Any) -> Policy:
     return amp_recipe("bf16", compile=mode)
 
 
+ISLAND = products("matmul", 5.0, in_half=False)
 CHANNELS_LAST = amp_recipe("bf16", memory_format="channels_last")
 BOUND: dict[str, Any] = {"gpu_busy_ms": 3.9, "host_ms": 9.9, "kernels": 812}
 
@@ -99,6 +100,8 @@ BOUND: dict[str, Any] = {"gpu_busy_ms": 3.9, "host_ms": 9.9, "kernels": 812}
         (BF16, {"unaligned": unaligned(2.0)}, "unaligned-matmul", "head", 0.6, "with n = 50257: pad"),
         (BF16, {"products": products("matmul", 5.0)}, "no-tensor-cores", "body", 0.0, "half precision gains little"),
         (STOCK, {"products": products("matmul", 5.0)}, "no-tensor-cores", "body", 3.75, "fp32_math: tf32, or auto"),
+        (BF16, {"products": ISLAND}, "no-tensor-cores", "body", 3.75, "kept in FP32 use them with fp32_math: tf32"),
+        (IN_FP32, {"products": products("matmul", 5.0, in_half=True)}, "no-tensor-cores", "body", 0.0, "very few rows"),
         (STOCK, {"products": products("convolution", 5.0)}, "no-tensor-cores", "body", 0.0, "for few channels"),
         (TF32, {"products": products("matmul", 5.0)}, "no-tensor-cores", "body", 0.0, "very few rows"),
         (IEEE, {"products": products("convolution", 5.0)}, "no-tensor-cores", "body", 3.75, "tf32, or autocast"),

@@ -198,7 +198,7 @@ def test_the_step_that_is_looked_at_is_the_step_that_training_takes() -> None:
 
     model = around(nn.BatchNorm1d(8), keeping_its_mean(), Called(noisy))
     sense(Bench(workload_of(model, optimizer=optimizer), CPU), STOCK, BOTH)
-    first, _, watched = after  # two are timed, and then the first is taken again
+    first, _, watched, *_ = after  # two are timed, and then the first is taken again
     assert all(map(torch.equal, first, watched))
 
 

@@ -1,4 +1,4 @@
-"""Workers of one study die, are given up, and come back too late."""
+"""Workers that have ended while they held a claim, folders that several tune in, and drivers that are missing."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import psutil
 import pytest
-from test_policy_sampler import opened
+from test_study import BF16, opened
 
 from amptune.errors import DeviceError, StudyError
-from amptune.policy.settings import amp_recipe
-from amptune.search.pipeline import locked
-from amptune.search.sampler.backend import database_at
-from amptune.search.sampler.study import Study
-from amptune.search.sampler.suggestion import Suggestion
+from amptune.search.sampler.backend import database_at, storage_errors
+from amptune.search.sampler.claims import _has_ended_here, _place
 
 TESTS = Path(__file__).resolve().parents[1]
-RECIPE = amp_recipe("bf16")
-
-
-def asked(study: Study) -> Suggestion:
-    suggestion = study.suggest(wanted=RECIPE)
-    assert suggestion is not None
-    return suggestion
-
+needs_place = pytest.mark.skipif(_place() == "-", reason="process ids mean the same everywhere on Linux alone")
 
 # A worker that begins a trial and never ends it.
 BEGINS = """
@@ -35,26 +26,36 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import time
 from pathlib import Path
-from amptune.policy.settings import amp_recipe
-from test_policy_sampler import opened
-study = opened(Path("study"))
-study._store.join()
-study.suggest(wanted=amp_recipe("bf16"))
-print("begun", flush=True)
+from test_study import BF16, opened
+print(opened(Path("study"), "killed").claim(BF16), flush=True)
 time.sleep(600)
 """
 
 
-def test_a_killed_workers_trial_is_tried_again_at_once_on_its_machine(tmp_path: Path) -> None:
+@needs_place
+def test_what_a_killed_worker_had_is_free_at_once_on_its_machine(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BEGINS, *map(str, (TESTS, TESTS / "search")), *sys.path]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as worker:
         assert worker.stdout is not None
-        assert worker.stdout.readline() == b"begun\n"
+        assert worker.stdout.readline() == b"True\n"
         study = opened(tmp_path / "study")
-        other = asked(study)
-        assert other.policy != RECIPE
+        assert not study.claim(BF16)
+        assert study.elsewhere == {BF16}
         worker.kill()
-    assert asked(study).policy == RECIPE
+    assert study.claim(BF16)
+    assert study._store.new_trials() == [], "what was not measured leaves no trial"
+
+
+@needs_place
+def test_a_process_that_was_not_reaped_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        owner = f"name {_place()} {process.pid}"
+        assert not _has_ended_here(owner)
+        process.kill()
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            pass
+        assert _has_ended_here(owner)
+    assert _has_ended_here(owner)
 
 
 # A writer that is killed while it holds the journal's lock.
@@ -70,7 +71,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_writer_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
     study = opened(tmp_path)
     assert subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], check=False).returncode == -signal.SIGKILL
-    assert asked(study).policy == RECIPE
+    assert study.claim(BF16)
+
+
+def test_workers_that_claim_one_policy_at_once_do_not_both_get_it(tmp_path: Path) -> None:
+    studies, at_once = [opened(tmp_path, str(number)) for number in range(4)], Barrier(4)
+
+    def claims(number: int) -> bool:
+        at_once.wait(timeout=60)
+        return studies[number].claim(BF16)
+
+    for _ in range(10):
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(claims, range(4)))
+        assert got.count(True) <= 1
+        assert all(study.elsewhere <= {BF16} for study in studies)
+        for study in studies:
+            study.release(BF16)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,8 @@ def test_a_writer_that_was_killed_holds_up_nobody(tmp_path: Path) -> None:
 def test_tuners_in_one_folder_lock_their_device_alone(
     device: str | None, visible: str, lock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from amptune.search.pipeline import locked
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr("amptune.search.pipeline.cores_of_this_process", lambda: [4, 5])
     with locked(tmp_path, device), locked(tmp_path, "cuda:7"):
@@ -95,6 +114,8 @@ def test_tuners_in_one_folder_lock_their_device_alone(
 
 
 def test_a_folder_that_another_device_uses_is_not_removed_with_a_failed_start(tmp_path: Path) -> None:
+    from amptune.search.pipeline import locked
+
     where = tmp_path / "study"
     with pytest.raises(DeviceError), locked(where, "cuda:0"), locked(where, "cuda:1"):
         raise DeviceError("gone")
@@ -111,3 +132,13 @@ def test_jobs_that_open_a_new_database_at_once_all_get_it(tmp_path: Path) -> Non
 
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(open_it, range(6)))
+
+
+def test_the_error_of_a_missing_driver_names_it_once() -> None:
+    missing = ImportError("no driver")
+    missing.__cause__ = ModuleNotFoundError("No module named 'psycopg'")
+    for error, words in ((ImportError("no driver"), "no driver"), (missing, "no driver (No module named 'psycopg')")):
+        with pytest.raises(StudyError) as told, storage_errors():
+            raise error
+        assert words in str(told.value)
+        assert ("(" in str(told.value)) == (error is missing)
