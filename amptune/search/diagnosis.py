@@ -36,7 +36,7 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 # The share of the time for numerics that the reference may take: it is made once for all dtypes.
-REFERENCE_SHARE = 0.2
+SHARE_OF_REFERENCE = 0.2
 # What was begun in time may take so much longer.
 OVERTIME_S = 5.0
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
@@ -158,7 +158,7 @@ class _Examination:
                 yield DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
 
     def _judged(self, judge: Judge, policy: Policy) -> Found | None:
-        seconds, limit_s = REFERENCE_SHARE * self._numerics_s, max(SHORTEST_LIMIT_S, self._numerics_s)
+        seconds, limit_s = SHARE_OF_REFERENCE * self._numerics_s, max(SHORTEST_LIMIT_S, self._numerics_s)
         found = judge.judge(policy, seconds_for_reference=seconds, limit_s=limit_s)
         self._tell(found)
         return found
