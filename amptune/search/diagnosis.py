@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
@@ -37,7 +36,7 @@ __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
 # The share of the budget for finding what cures each dtype. The profiles and the loop have no share: they take seconds.
 NUMERICS_SHARE = 0.6
 # The share of the time for numerics that the reference may take: it is made once for all dtypes.
-REFERENCE_SHARE = 0.2
+SHARE_OF_REFERENCE = 0.2
 # What was begun in time may take so much longer.
 OVERTIME_S = 5.0
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
@@ -100,15 +99,25 @@ class _Examination:
     def result(self) -> Diagnosis:
         prepared = self.evaluator.prepare(self.budget.left_to_prepare_s)
         outcome = self.evaluator.measure(STOCK, replace(SHORT_RUN, time_limit_s=self._limit_s))
+        numerics: tuple[DtypeDiagnosis, ...] = ()
+        profiles: tuple[tuple[Policy, StepProfile], ...] = ()
         if isinstance(outcome, Failure):  # the step has to run before anything else is examined
-            findings = (*prepared.noticed, self._fp32_breaks(outcome))
-            return self._found(prepared, numerics=(), profiles=(), findings=findings)
-        numerics = tuple(self._numerics(prepared))
-        profiles, slow = self._speed(prepared)
-        disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
-        slow = (*disturbances, *slow, *self._islands(prepared), *self._input(numerics, outcome.mean_ms))
-        findings = (*prepared.noticed, *_in_order(numerics), *slow)
-        return self._found(prepared, numerics=numerics, profiles=profiles, findings=findings)
+            findings: tuple[Finding, ...] = (self._fp32_breaks(outcome),)
+        else:
+            numerics = tuple(self._numerics(prepared))
+            profiles, slow = self._speed(prepared)
+            unsound_first = sorted(numerics, key=lambda one: one.judgement is not None and one.judgement.passes)
+            disturbances = (finding for finding in noticed([outcome]) if finding.code in DISTURBANCES)
+            more = (*disturbances, *slow, *self._islands(prepared), *self._input(numerics, outcome.mean_ms))
+            findings = (*(it for one in unsound_first for it in one.findings), *more)
+        return Diagnosis(
+            hardware=prepared.hardware,
+            subject=prepared.subject,
+            numerics=numerics,
+            profiles=profiles,
+            findings=(*prepared.noticed, *findings),
+            seconds=self.budget.spent_s,
+        )
 
     @property
     def _limit_s(self) -> float:
@@ -118,9 +127,6 @@ class _Examination:
     def _left_s(self) -> float:
         """The time limit of what the diagnosis can do without."""
         return max(OVERTIME_S, self.budget.left_s)
-
-    def _found(self, prepared: Prepared, **found: Any) -> Diagnosis:
-        return Diagnosis(hardware=prepared.hardware, subject=prepared.subject, seconds=self.budget.spent_s, **found)
 
     def _fp32_breaks(self, failure: Failure) -> Finding:
         """Returns where the numbers of stock PyTorch break. Raises what else keeps it from running."""
@@ -152,7 +158,7 @@ class _Examination:
                 yield DtypeDiagnosis(policy=recipe, judgement=None, cure=None, findings=(finding,))
 
     def _judged(self, judge: Judge, policy: Policy) -> Found | None:
-        seconds, limit_s = REFERENCE_SHARE * self._numerics_s, max(SHORTEST_LIMIT_S, self._numerics_s)
+        seconds, limit_s = SHARE_OF_REFERENCE * self._numerics_s, max(SHORTEST_LIMIT_S, self._numerics_s)
         found = judge.judge(policy, seconds_for_reference=seconds, limit_s=limit_s)
         self._tell(found)
         return found
@@ -242,18 +248,10 @@ def _half_dtypes(prepared: Prepared) -> tuple[Half, ...]:
 
     Any CPU computes both, if slowly.
     """
+    gpu = prepared.hardware.gpu
     if not prepared.subject.castable:
         return ()
-    gpu = prepared.hardware.gpu
     return ("bf16", "fp16") if gpu is None or gpu.bf16 else ("fp16",)
-
-
-def _in_order(numerics: Sequence[DtypeDiagnosis]) -> Iterator[Finding]:
-    """Yields the findings of unsound dtypes first."""
-    for sound in (False, True):
-        for one in numerics:
-            if (one.judgement is not None and one.judgement.passes) is sound:
-                yield from one.findings
 
 
 def _under(policy: Policy, finding: Finding) -> Finding:

@@ -41,8 +41,7 @@ def turn_of(step_ms: float) -> Effort:
 class RoundMeasurer:
     """Measures rounds; `keep` takes each row. `running` names the launch of each policy in the processes that run.
 
-    Without `in_loop`, steps are timed by themselves. `launches` counts the rounds in fresh processes, whose
-    start took `launched_s` in the last one.
+    Without `in_loop`, steps are timed by themselves. `launches` counts the rounds in fresh processes.
     """
 
     evaluator: Evaluator
@@ -55,7 +54,9 @@ class RoundMeasurer:
     seed: int = 0
     in_loop: bool = True
     launches: int = 0
-    launched_s: float = 0.0
+    launch_s: float = 0.0
+    """The seconds that the last launch took."""
+
     running: Mapping[Policy, str] = field(default_factory=dict)
     costs_s: dict[Policy, float] = field(default_factory=dict)
     loader_failure: Failure | None = None
@@ -71,9 +72,9 @@ class RoundMeasurer:
         `steps_ms` are the known mean steps; a policy is not begun that would end after `until_s` spent.
         """
         if fresh:
-            began_s = self.budget.spent_s
+            before_s = self.budget.spent_s
             self.evaluator.launch(list(policies))
-            self.launched_s = self.budget.spent_s - began_s
+            self.launch_s = self.budget.spent_s - before_s
             self.running = dict.fromkeys(policies, f"{self.purpose} {self.launches}")
             self.launches += 1
         in_turn = self._order.sample(policies, len(policies))

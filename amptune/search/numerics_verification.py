@@ -28,7 +28,7 @@ from amptune.workload.workload import Workload
 
 __all__ = ["verify_numerics"]
 
-SPENT, INTERRUPTED = "the budget was spent; give more with --budget, or fewer --steps", "it was interrupted"
+SPENT, STOPPED = "the budget was spent; give more with --budget, or fewer --steps", "it was interrupted"
 
 
 def verify_numerics(
@@ -74,7 +74,7 @@ def verify_numerics(
             tolerance=prepared.subject.tolerance,
             failure=training.failure,
             stopped=stopped,
-            interrupted=stopped == INTERRUPTED,
+            interrupted=stopped == STOPPED,
             changed=changed,
             seconds=budget.spent_s,
         )
@@ -115,7 +115,7 @@ class _LongTraining:
         except _OutOfTimeError:
             return SPENT
         except KeyboardInterrupt:
-            return INTERRUPTED
+            return STOPPED
         return SPENT if self.fewest < steps else None
 
     def _curve(self, run: str, policy: Policy, seed: int) -> LossCurve | Failure:

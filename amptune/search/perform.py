@@ -250,7 +250,7 @@ class Performer:
         steps_ms = {one: ms for one in policies if (ms := state.step_ms(one)) is not None}
         before_s = budget.spent_s
         is_whole = measurer.measure(policies, steps_ms, fresh=job.fresh, until_s=before_s + job.limit_s)
-        one_s = measurer.launched_s / (1 + BESIDE * (len(policies) - 1))
+        one_s = measurer.launch_s / (1 + BESIDE * (len(policies) - 1))
         return state.but(
             rounds=replace(
                 rounds,

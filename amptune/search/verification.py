@@ -173,7 +173,7 @@ def _measured(
         if any(figure.here is None for figure in figures) or is_settled(rounds):
             break
         turns_s = sum(measurer.costs_s.values())
-        has_time = budget.left_s >= max(start_s, measurer.launched_s) + turns_s
+        has_time = budget.left_s >= max(start_s, measurer.launch_s) + turns_s
         fresh = is_missed_by(figures) or measurer.launches < max(PROCESSES, len(rounds) * FRESH_SHARE)
         if budget.left_s < turns_s or not _measure(measurer, claim.both, rows, fresh=fresh and has_time):
             break

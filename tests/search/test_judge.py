@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated.recorded import RecordedEvaluator
 
+from amptune.errors import StudyError
 from amptune.measure.results.half_effects import ModuleTrace, Reach
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Module, Prepared, Subject
@@ -147,6 +148,14 @@ def test_without_a_reference_nothing_is_open_and_nothing_is_barred() -> None:
         assert judgements.unjudged_because(policy) == NO_MEMORY
 
 
+def test_without_a_worker_there_is_no_reference() -> None:
+    def fails(_: Policy) -> Parity:
+        raise StudyError("no worker can be started")
+
+    found = Judge(Faulty("resnet50", answers=fails), STOCK).judge(BF16, seconds_for_reference=1.0, limit_s=10.0)
+    assert found == Failure(kind="crash", message="no worker can be started")
+
+
 # --- the table of judgements -------------------------------------------------------------------------------------
 
 NEEDED = Fp32Rule(path="head", reason=Reason(risk=3.0))
@@ -199,7 +208,7 @@ def test_a_policy_of_a_dtype_that_failed_needs_the_rules_that_cure_it() -> None:
 
 
 def test_a_graph_stands_for_the_others_in_its_dtype_until_it_is_judged_itself() -> None:
-    graphs = {dtype: Policy(autocast=dtype, compile="default") for dtype in ("bf16", "fp16")}  # type: ignore[arg-type]
+    graphs = {dtype: Policy(autocast=dtype, compile="default") for dtype in ("bf16", "fp16")}
     judgements = judgements_of(graphs["bf16"]).also(*judgements_of(graphs["fp16"], parity=UNSOUND).found.values())
     last, other = (replace(graphs[dtype], compile="reduce-overhead") for dtype in ("bf16", "fp16"))
     assert not judgements.is_graph_open(last)
@@ -221,7 +230,7 @@ def test_a_graph_in_fp8_or_of_half_weights_says_nothing_of_one_in_another_precis
 
 
 def test_a_graph_that_could_not_be_judged_bars_no_policy_and_is_not_tried_again() -> None:
-    graph, other = (Policy(autocast="bf16", compile=mode) for mode in ("reduce-overhead", "default"))  # type: ignore[arg-type]
+    graph, other = (Policy(autocast="bf16", compile=mode) for mode in ("reduce-overhead", "default"))
     failed = judgements_of(graph, parity=Parity(failure=TOO_LARGE)).found.values()
     judgements = judgements_of(BF16).also(*failed)
     for policy in (graph, other):

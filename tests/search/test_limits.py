@@ -104,6 +104,13 @@ def test_what_exceeds_its_limit_in_one_look_of_two_was_chance() -> None:
     assert judged(BF16, replace(with_gradient(error=NEAR), again=other)).passes
 
 
+def test_a_figure_that_is_no_number_is_the_worst_of_its_module() -> None:
+    judgement = judged(BF16, with_gradient(error=math.nan))
+    assert not judgement.passes
+    assert [one.code for one in judgement.shortcomings] == ["gradient-error"]
+    assert judgement.worst[0] == judgement.shortcomings[0]
+
+
 def test_a_buffer_is_looked_at_again_by_its_own_name() -> None:
     first = Parity(buffers=tuple(BufferParity(path=path, off=0.5, apart=0.0) for path in ("a", "b")))
     again = Parity(buffers=(BufferParity(path="a", off=0.1, apart=0.0), BufferParity(path="b", off=0.4, apart=0.0)))

@@ -150,11 +150,11 @@ def _figures(contender: Contender) -> dict[str, Any]:
 
 def _own_figures(contender: Contender) -> dict[str, Any]:
     figures: dict[str, Any] = {
-        "samples_per_s": _rounded(contender.samples_per_s),
-        "step_ms": _rounded(contender.step_ms),
-        "step_ms_ci95": contender.step_ms_ci95 and [_rounded(limit) for limit in contender.step_ms_ci95],
+        "samples_per_s": contender.samples_per_s and _digits(contender.samples_per_s),
+        "step_ms": contender.step_ms and _digits(contender.step_ms),
+        "step_ms_ci95": contender.step_ms_ci95 and [_digits(limit) for limit in contender.step_ms_ci95],
         "peak_memory_mib": contender.peak_memory_mib and round(contender.peak_memory_mib),
-        "energy_j_per_sample": _rounded(contender.energy_j_per_sample),
+        "energy_j_per_sample": contender.energy_j_per_sample and _digits(contender.energy_j_per_sample),
     }
     ratio = contender.vs_baseline
     if ratio is not None:
@@ -179,10 +179,6 @@ def _bought(one: Ablated, objective: Objective) -> dict[str, Any]:
 def _interval(ratio: Ratio) -> list[float] | None:
     """Returns a ratio's interval; None if it has no end."""
     return None if math.isinf(ratio.high) else [_digits(ratio.low), _digits(ratio.high)]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else _digits(value)
 
 
 def _digits(value: float) -> float:
