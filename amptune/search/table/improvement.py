@@ -13,7 +13,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def expected_improvement(ahead: Floats | float, deviation: Floats | float) -> Floats:
-    """Returns E[max(0, X)], X Gaussian with the mean `ahead` and the standard deviation `deviation`, element by element.
+    """Returns E[max(0, X)], X Gaussian with the mean `ahead` and this standard deviation, element by element.
 
     It is a Φ(a / s) + s φ(a / s), and max(0, a) where s is 0 (Mockus, Tiesis and Zilinskas 1978; Jones, Schonlau and
     Welch 1998, equation 15). `ahead` is how far the mean lies above the best score, both on the logarithm.
