@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from random import Random
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -40,7 +40,7 @@ def chosen(
     return next_round(verdict, bar, beside=beside, running=running, seconds=seconds, left_s=left_s)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     count=st.integers(2, 14),
@@ -127,21 +127,14 @@ def test_further_turns_come_in_fresh_processes_if_processes_differ_and_else_wher
         assert found.fresh is fresh
 
 
-@given(
-    ahead=st.lists(st.floats(-3, 3), min_size=1, max_size=5),
-    deviation=st.floats(0, 2) | st.just(0.0),
-)
-def test_the_expected_improvement_is_that_of_drawn_scores(ahead: list[float], deviation: float) -> None:
+QUANTILES = np.array([NormalDist().inv_cdf((i + 0.5) / 2000) for i in range(2000)])
+
+
+@given(ahead=st.lists(st.floats(-3, 3), min_size=1, max_size=5), deviation=st.floats(0, 2))
+def test_the_expected_improvement_is_the_mean_of_drawn_ones(ahead: list[float], deviation: float) -> None:
     points = np.array(ahead)
     found = expected_improvement(points, deviation)
-    quantiles = np.array([math.sqrt(2) * _erfinv(2 * (i + 0.5) / 4000 - 1) for i in range(4000)])
-    drawn = np.maximum(0.0, points[:, None] + deviation * quantiles).mean(axis=1)
-    assert found == pytest.approx(drawn, abs=2e-3)
-    assert np.all(found >= np.maximum(0.0, points))
+    drawn = np.maximum(0.0, points[:, None] + deviation * QUANTILES).mean(axis=1)
+    assert found == pytest.approx(drawn, abs=4e-3)
+    assert np.all(found >= np.maximum(0.0, points) - 1e-12)
     assert float(expected_improvement(ahead[0], deviation)) == pytest.approx(found[0])
-
-
-def _erfinv(value: float) -> float:
-    from scipy.special import erfinv
-
-    return float(erfinv(value))

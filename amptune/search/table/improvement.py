@@ -19,6 +19,7 @@ def expected_improvement(ahead: Floats | float, deviation: Floats | float) -> Fl
     Welch 1998, equation 15). `ahead` is how far the mean lies above the best score, both on the logarithm.
     """
     a, s = np.asarray(ahead, dtype=np.float64), np.asarray(deviation, dtype=np.float64)
-    z = a / np.where(s > 0, s, 1.0)
+    known = s < 1e-12  # a score that is known needs no division
+    z = a / np.where(known, 1.0, s)
     density = np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-    return np.asarray(np.where(s > 0, np.maximum(0.0, a * ndtr(z) + s * density), np.maximum(0.0, a)))
+    return np.asarray(np.where(known, np.maximum(0.0, a), np.maximum(0.0, a * ndtr(z) + s * density)))
