@@ -12,7 +12,16 @@ from tables import BF16, BF16_LAST, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
-from amptune.search.table.row import SITTING_S, Row, contradicts_trials, decisive, mean_error, settled_in, sittings_of, step_spread
+from amptune.search.table.row import (
+    SITTING_S,
+    Row,
+    contradicts_trials,
+    decisive,
+    mean_error,
+    settled_in,
+    sittings_of,
+    step_spread,
+)
 
 FULL = Measurement(
     samples_per_step=32,

@@ -176,7 +176,7 @@ def test_a_trial_that_ended_early_neither_wins_nor_leads() -> None:
     verdict = decided([row(STOCK, 10.0), *early], GPU)
     assert verdict.leader is None
     assert verdict.keeps_the_baseline
-    assert not verdict.is_open
+    assert (verdict.is_open, verdict.confidence) == (False, "confirmed")
     assert decided([row(STOCK, 10.0), row(FP16, 5.0), *early], GPU).winner.policy == FP16
 
 

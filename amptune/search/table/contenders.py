@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from amptune.measure.results.outcome import Failure, Measurement
@@ -18,6 +18,9 @@ __all__ = ["PROCESSES", "Contender", "contenders_of"]
 
 # Launches differ more than blocks within one: nothing is confirmed by fewer processes.
 PROCESSES = 2
+# The names of figures: the speed, and what an objective saves.
+_SPEED = "samples_per_s"
+_USE = {"memory": "peak_memory_mib", "energy": "energy_j_per_sample"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,7 @@ def contenders_of(
     """Yields each policy of the table with its figures: estimates by the objective, and of samples per second."""
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
-    own_figures = _Figures.of(timed[baseline])
+    own_figures = _figures(timed[baseline])
     contradicted = objective.name != "memory" and contradicts_trials(rows, baseline)
     for policy, own in of.items():
         count = sum(isinstance(row.outcome, Measurement) for row in own)
@@ -116,7 +119,7 @@ def contenders_of(
             )
         elif any(row.is_bound for row in own):
             fastest = max(row.outcome.samples_per_s for row in own if isinstance(row.outcome, Measurement))
-            yield Contender(policy=policy, at_most=fastest / own_figures.samples_per_s, rows=count)
+            yield Contender(policy=policy, at_most=fastest / own_figures[_SPEED], rows=count)
 
 
 def _is_beyond_its_trial(policy: Policy, own: Sequence[Row]) -> bool:
@@ -136,68 +139,50 @@ def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """The figures of one policy, from its rows: samples per second of its newest run, in the loop if that was timed."""
-
-    samples_per_s: float
-    peak_memory_mib: float
-    energy_j_per_sample: float | None
-
-    @staticmethod
-    def of(rows: Sequence[Row]) -> _Figures:
-        measured = [(row, row.outcome) for row in rows if isinstance(row.outcome, Measurement)]
-        newest = [one for one in measured if one[0].run == measured[-1][0].run]
-        in_loop = any(row.in_loop for row, _ in newest)
-        speeds = [math.log(outcome.samples_per_s) for row, outcome in newest if row.in_loop == in_loop]
-        energies = [one.energy_j_per_sample for _, one in measured if one.energy_j_per_sample is not None]
-        return _Figures(
-            samples_per_s=math.exp(statistics.median(speeds)),
-            peak_memory_mib=max(one.peak_allocated_mib for _, one in measured),
-            energy_j_per_sample=statistics.median(energies) if energies else None,
-        )
-
-    def times(self, speed: Ratio | None, gain: Ratio | None, objective: Objective, baseline: _Figures) -> _Figures:
-        """Returns these figures with the baseline's times the ratios in place of those that a ratio is told of."""
-        found = self
-        if speed is not None and 0 < speed.value < math.inf:
-            found = replace(found, samples_per_s=baseline.samples_per_s * speed.value)
-        if gain is not None and gain.value > 0 and objective.name == "memory":
-            found = replace(found, peak_memory_mib=baseline.peak_memory_mib / gain.value)
-        if gain is not None and gain.value > 0 and objective.name == "energy" and baseline.energy_j_per_sample:
-            found = replace(found, energy_j_per_sample=baseline.energy_j_per_sample / gain.value)
-        return found
-
-
 def _measured(
     policy: Policy,
     rows: Sequence[Row],
     scores: Estimates,
     speeds: Estimates,
     objective: Objective,
-    baseline: _Figures,
+    baseline: Mapping[str, float],
 ) -> Contender:
     """Returns a policy's figures, such that those of two policies divide to the ratio that is told of them."""
     speed, gain = _honest(speeds.to_baseline(policy)), scores.to_baseline(policy)
     if objective.name != "memory":
         gain = _honest(gain)
-    figures = _Figures.of(rows).times(speed, gain, objective, baseline)
+    figures = _figures(rows)
+    for name, ratio, power in ((_SPEED, speed, 1), (_USE.get(objective.name, ""), gain, -1)):
+        if ratio is not None and 0 < ratio.value < math.inf and name in baseline:
+            figures[name] = baseline[name] * ratio.value**power
     share = speeds.time_share(policy)
     samples = next(row.outcome.samples_per_step for row in rows if isinstance(row.outcome, Measurement))
-    step_ms = 1000 * samples / figures.samples_per_s
+    step_ms = 1000 * samples / figures[_SPEED]
     return Contender(
         policy=policy,
-        samples_per_s=figures.samples_per_s,
+        samples_per_s=figures[_SPEED],
         step_ms=step_ms,
         step_ms_ci95=(step_ms * (1 - share), step_ms * (1 + share)) if share < 1 else None,
-        peak_memory_mib=figures.peak_memory_mib,
-        energy_j_per_sample=figures.energy_j_per_sample,
+        peak_memory_mib=figures[_USE["memory"]],
+        energy_j_per_sample=figures.get(_USE["energy"]),
         vs_baseline=speed,
         gain=gain,
         chance=0.0 if gain is None else gain.chance_above(1 + objective.least_gain),
         fast_enough=_fast_enough(speed, objective),
         disturbed=all(row.is_disturbed for row in rows),
     )
+
+
+def _figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns a policy's figures by their names: the speed of its newest run, in the loop if that was timed."""
+    measured = [(row, row.outcome) for row in rows if isinstance(row.outcome, Measurement)]
+    newest = [one for one in measured if one[0].run == measured[-1][0].run]
+    in_loop = any(row.in_loop for row, _ in newest)
+    speeds = [math.log(outcome.samples_per_s) for row, outcome in newest if row.in_loop == in_loop]
+    joules = [one.energy_j_per_sample for _, one in measured if one.energy_j_per_sample is not None]
+    peak_mib = max(one.peak_allocated_mib for _, one in measured)
+    figures = {_SPEED: math.exp(statistics.median(speeds)), _USE["memory"]: peak_mib}
+    return {**figures, _USE["energy"]: statistics.median(joules)} if joules else figures
 
 
 def _honest(ratio: Ratio | None) -> Ratio | None:

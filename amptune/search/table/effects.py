@@ -35,7 +35,7 @@ class Machine:
 
 
 GPU = Machine(device="cuda", launch=0.8, sitting=1.2, least_spread=0.003)
-CPU = Machine(device="cpu", launch=1.0, sitting=0.6, least_spread=0.08)
+CPU = Machine(device="cpu", launch=1.0, sitting=0.7, least_spread=0.08)
 
 
 def machine_of(device: str) -> Machine:

@@ -2,27 +2,27 @@
 
 The score y of row r, of policy p in run i, process j and sitting k, is on the logarithm
 
-    y_r = s_p + level_i + σ_p (launch_pij + sitting_pik + block_r) + doubt_r.
+    y_r = s_p + level_i + u_p (launch_pij + sitting_pik + block_r) + doubt_r.
 
-s_p is the policy's own score, level_i that of its run, which is free: policies are compared within runs. σ_p is the
+s_p is the policy's own score, level_i that of its run, which is free: policies are compared within runs. u_p is the
 policy's step spread, how much its steps differ within a block: processes and blocks of steps that wait for the host
-differ by more than those of steps that a GPU limits. The two variance components λ (launch) and β (block), in squares
-of σ, are estimated. The variance τ² of a sitting is a constant of the machine, and so are the doubts: F is the
+differ by more than those of steps that a GPU limits. The two variance components, λ of launches and β of blocks, in
+squares of u, are estimated. The variance τ² of a sitting is a constant of the machine, and so are the doubts. F is the
 covariance of all that is not estimated.
 
-With the design X (1 where a row is of a policy), the components' kernels K_λ, K_β (K_β divided by the rows' weights w),
-V = λ K_λ + β K_β + F and P = V⁻¹ − V⁻¹ X (Xᵀ V⁻¹ X)⁻¹ Xᵀ V⁻¹, the steps for either component v, whose prior v₀ counts as
-n₀ observations, are those to the restricted maximum likelihood (Patterson and Thompson 1971; steps by MacKay 1992):
+With the design X (1 where a row is of a policy), the components' kernels K_λ and K_β (the latter divided by the rows'
+weights w), V = λ K_λ + β K_β + F and P = V⁻¹ - V⁻¹ X (Xᵀ V⁻¹ X)⁻¹ Xᵀ V⁻¹, a step for a component v, whose prior v₀
+counts as n₀ observations, towards the restricted maximum likelihood (Patterson and Thompson 1971; MacKay 1992) is
 
     n_v = n₀ + v tr(P K_v),    v ← (n₀ v₀ + v² yᵀ P K_v P y) / n_v.
 
-Blocks have outliers, so their noise is Student's t with ν degrees of freedom: w = (ν + 1) / (ν + d²), d the distance of
+Blocks have outliers, so their noise is Student's t with f degrees of freedom: w = (f + 1) / (f + d²), d the distance of
 a row from what the others predict for it, in its standard deviations (Lange, Little and Taylor 1989).
 
-The scores are s = C Xᵀ V⁻¹ y with C = (Xᵀ V⁻¹ X)⁻¹. In a later sitting, in other processes, the ratio of policies p and q
-has the variance C_pp + C_qq − 2 C_pq + (σ_p² + σ_q²) (λ + τ²). Its interval is that of Student's t, with the degrees of
-freedom of a sum of variances a_v v known from n_v observations each: (Σ a_v v)² / Σ (a_v v)² / n_v (Satterthwaite 1946);
-what is not estimated has no doubt of its own. With a single process of each policy n_λ is hardly more than n₀: such an
+The scores are s = C Xᵀ V⁻¹ y with C = (Xᵀ V⁻¹ X)⁻¹. In a later sitting, in other processes, the ratio of policies p and
+q has the variance C_pp + C_qq - 2 C_pq + (u_p² + u_q²) (λ + τ²). Its interval is that of Student's t, with the degrees
+of freedom of a sum of variances a_v v known from n_v observations each, (Σ a_v v)² / Σ ((a_v v)² / n_v) (Satterthwaite
+1946), where τ² is known from n₀. With a single process of each policy n_λ is hardly more than n₀ either: such an
 interval has the heavy tails of processes that no other one was seen beside.
 """
 
@@ -159,11 +159,12 @@ def fit(
     counts = Counter(row.policy for row, _ in scored)
     if baseline not in counts:
         return None
-    kept = _newest(scored)
-    core = [(row, value) for row, value in kept if row.policy == baseline or (counts[row.policy] > 1 and row.is_settled)]
+    kept, of_time = _newest(scored), spread is None
+    again = {policy for policy, count in counts.items() if count > 1}
+    core = [pair for pair in kept if pair[0].policy == baseline or (pair[0].policy in again and pair[0].is_settled)]
     spreads = _spreads([row for row, _ in scored], machine.least_spread, spread)
-    sizes = _estimated(_Table.of(core, spreads, machine, of_time=spread is None), machine)
-    return _estimates(_Table.of(kept, spreads, machine, of_time=spread is None), baseline, sizes)
+    size, known = _components(_Table.of(core, spreads, of_time=of_time), machine)
+    return _estimates(_Table.of(kept, spreads, of_time=of_time), baseline, size, known)
 
 
 def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
@@ -171,15 +172,11 @@ def _newest(scored: Sequence[tuple[Row, float]]) -> list[tuple[Row, float]]:
 
     Every policy keeps a row in each of its runs, for policies are compared within runs.
     """
-    pairs = Counter((row.policy, row.run) for row, _ in scored)
-    most = max(1, (_MOST_ROWS - len(pairs)) // max(1, sum(count > 1 for count in pairs.values())))
-    kept, seen = [], Counter[tuple[Policy, str]]()
-    for pair in reversed(scored):
-        one = pair[0].policy, pair[0].run
-        seen[one] += 1
-        if seen[one] <= most:
-            kept.append(pair)
-    return kept[::-1]
+    own: dict[tuple[Policy, str], list[tuple[Row, float]]] = {}
+    for pair in scored:
+        own.setdefault((pair[0].policy, pair[0].run), []).append(pair)
+    most = max(1, (_MOST_ROWS - len(own)) // max(1, sum(len(pairs) > 1 for pairs in own.values())))
+    return [pair for pairs in own.values() for pair in pairs[-most:]]
 
 
 def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Policy, float]:
@@ -196,31 +193,23 @@ def _spreads(rows: Sequence[Row], least: float, given: float | None) -> dict[Pol
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The components λ and β, and the observations that each is known from, by the components' names."""
-
-    size: Mapping[str, float]
-    known: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
 class _Table:
-    """The rows as arrays: y, X (rows, policies), the diagonal of K_β, K_λ and F (rows, rows), σ (policies)."""
+    """The rows as arrays: y, X (rows, policies), the diagonal of K_β and other kernels (rows, rows), u (policies).
+
+    `fixed` is what F has beside sittings.
+    """
 
     policies: tuple[Policy, ...]
     score: Floats
     design: Floats
     noise: Floats
-    launch: Floats
-    sitting: Floats
+    lasting: Mapping[str, Floats]
     fixed: Floats
     spread: Floats
     launches: tuple[int, ...]
 
     @staticmethod
-    def of(
-        scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], machine: Machine, *, of_time: bool
-    ) -> _Table:
+    def of(scored: Sequence[tuple[Row, float]], spreads: Mapping[Policy, float], *, of_time: bool) -> _Table:
         """Only rows `of_time` are in doubt for slow steps, for waiting, or beside the user's loop."""
         rows, own = [row for row, _ in scored], {row.policy: list[Row]() for row, _ in scored}
         for row in rows:
@@ -228,7 +217,9 @@ class _Table:
         spread = np.array([spreads[row.policy] for row in rows])
         single = np.array([len(own[row.policy]) == 1 for row in rows])
         off_loop = np.array([of_time and not row.in_loop for row in rows]) * any(row.in_loop for row in rows)
-        errors = np.array([_too_long(mean_error(row.outcome)) * of_time for row in rows if isinstance(row.outcome, Measurement)])
+        errors = np.array(
+            [_too_long(mean_error(row.outcome)) * of_time for row in rows if isinstance(row.outcome, Measurement)]
+        )
         disturbed = np.array([_disturbance(row, own[row.policy], of_time=of_time) for row in rows])
         policy, process = _alike([row.policy for row in rows]), _alike([(*_start(row), row.policy) for row in rows])
         together = np.outer(spread, spread)
@@ -237,8 +228,7 @@ class _Table:
             score=np.log([value for _, value in scored]),
             design=np.array([[float(row.policy == one) for one in own] for row in rows]),
             noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
-            launch=together * process,
-            sitting=together * policy * _alike(sittings_of(rows)),
+            lasting={"launch": together * process, "sitting": together * policy * _alike(sittings_of(rows))},
             fixed=_LEVEL**2 * _alike([(row.run, row.in_loop) for row in rows])
             + _OFF_LOOP**2 * np.outer(off_loop, off_loop) * policy
             + np.outer(disturbed, disturbed) * process
@@ -248,13 +238,13 @@ class _Table:
         )
 
     def kernels(self, weights: Floats) -> dict[str, Floats]:
-        """Returns K_λ and K_β by the components' names."""
-        return {"launch": self.launch, "block": np.diag(self.noise / weights)}
+        """Returns the kernels of launches, sittings and blocks, by these names."""
+        return {**self.lasting, "block": np.diag(self.noise / weights)}
 
     def inverse(self, size: Mapping[str, float], weights: Floats) -> Floats:
         """Returns V⁻¹."""
         parts = (size[name] * kernel for name, kernel in self.kernels(weights).items())
-        return np.asarray(np.linalg.inv(sum(parts, self.fixed + size["sitting"] * self.sitting)), dtype=np.float64)
+        return np.asarray(np.linalg.inv(sum(parts, self.fixed)), dtype=np.float64)
 
     def projection(self, size: Mapping[str, float], weights: Floats) -> Floats:
         """Returns P."""
@@ -275,26 +265,29 @@ class _Table:
         return np.asarray((_TAILS + 1) / (_TAILS + distance**2 / plain))
 
 
-def _estimated(table: _Table, machine: Machine) -> _Sizes:
-    """Returns the most likely components. One that the rows do not show keeps its prior."""
-    prior = {"launch": machine.launch**2, "block": machine.block**2}
-    size, known = {**prior, "sitting": machine.sitting**2}, dict.fromkeys((*prior, "sitting"), _PRIOR)
-    weights = np.ones_like(table.score)
+def _components(table: _Table, machine: Machine) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the most likely λ and β beside τ², and the observations that each is known from.
+
+    One that the rows do not show keeps its prior.
+    """
+    prior = {"launch": machine.launch**2, "sitting": machine.sitting**2, "block": machine.block**2}
+    size, known, weights = dict(prior), dict.fromkeys(prior, _PRIOR), np.ones_like(table.score)
     for _ in range(_ITERATIONS if len(table.score) > len(table.policies) else 0):
         project = table.projection(size, weights)
-        pull = project @ table.score
-        for name, kernel in table.kernels(weights).items():
-            known[name] = _PRIOR + size[name] * float(np.sum(project * kernel))
-            size[name] = (_PRIOR * prior[name] + size[name] ** 2 * float(pull @ kernel @ pull)) / known[name]
+        pull, kernels = project @ table.score, table.kernels(weights)
+        for name in ("launch", "block"):
+            known[name] = _PRIOR + size[name] * float(np.sum(project * kernels[name]))
+            seen = size[name] ** 2 * float(pull @ kernels[name] @ pull)
+            size[name] = (_PRIOR * prior[name] + seen) / known[name]
         weights = table.weights(size, weights)
-    return _Sizes(size, known)
+    return size, known
 
 
-def _estimates(table: _Table, baseline: Policy, sizes: _Sizes) -> Estimates:
+def _estimates(table: _Table, baseline: Policy, size: Mapping[str, float], known: Mapping[str, float]) -> Estimates:
     weights, b = np.ones_like(table.score), table.policies.index(baseline)
     for _ in range(_FINAL_ITERATIONS):
-        weights = table.weights(sizes.size, weights)
-    weighted = table.inverse(sizes.size, weights) @ table.design
+        weights = table.weights(size, weights)
+    weighted = table.inverse(size, weights) @ table.design
     covariance = np.asarray(np.linalg.inv(table.design.T @ weighted), dtype=np.float64)
     scores = covariance @ (weighted.T @ table.score)
     raw, variance = scores - scores[b], np.diag(covariance)
@@ -308,25 +301,27 @@ def _estimates(table: _Table, baseline: Policy, sizes: _Sizes) -> Estimates:
         mean=mean,
         own=own,
         spread=table.spread,
-        freedom=_freedom(table, weights, weighted @ covariance, sizes, b),
-        launch=sizes.size["launch"],
-        sitting=sizes.size["sitting"],
-        block=sizes.size["block"],
+        freedom=_freedom(table, table.kernels(weights), weighted @ covariance, (size, known), b),
+        launch=size["launch"],
+        sitting=size["sitting"],
+        block=size["block"],
         launches=table.launches,
         rows=tuple(int(count) for count in table.design.sum(axis=0)),
     )
 
 
-def _freedom(table: _Table, weights: Floats, estimator: Floats, sizes: _Sizes, b: int) -> Floats:
+def _freedom(
+    table: _Table, kernels: Mapping[str, Floats], estimator: Floats, sizes: Sequence[Mapping[str, float]], b: int
+) -> Floats:
     """Returns the degrees of freedom of each policy's difference to the baseline in a later sitting."""
     lever, squares = estimator - estimator[:, [b]], table.spread**2 + table.spread[b] ** 2
-    whole, doubt = np.zeros_like(squares), np.zeros_like(squares)
-    later = {"launch": squares, "sitting": squares}
-    for name, kernel in {**table.kernels(weights), "sitting": table.sitting}.items():
-        part = sizes.size[name] * (np.sum(lever * (kernel @ lever), axis=0) + later.get(name, 0.0))
-        whole += part
-        doubt += part**2 / sizes.known[name]
-    return np.asarray(np.maximum(1.0, whole**2 / np.maximum(doubt, np.finfo(float).tiny)))
+    size, known = sizes
+    parts = {
+        name: size[name] * (np.sum(lever * (kernel @ lever), axis=0) + squares * (name != "block"))
+        for name, kernel in kernels.items()
+    }
+    doubt = sum(part**2 / known[name] for name, part in parts.items())
+    return np.asarray(np.maximum(1.0, sum(parts.values()) ** 2 / np.maximum(doubt, np.finfo(float).tiny)))
 
 
 def _disturbance(row: Row, own: Sequence[Row], *, of_time: bool) -> float:

@@ -136,4 +136,4 @@ def _fresh_tells_more(verdict: Verdict, core: Sequence[Policy], running: Collect
         launches, rows, squared = max(1, fit.launches[p]), max(1, fit.rows[p]), float(fit.spread[p]) ** 2
         by_launch += squared * fit.launch / (launches * (launches + 1))
         by_block += squared * fit.block / (rows * (rows + 1))
-    return (by_launch + by_block) / seconds(core, True) > by_block / seconds(core, False)
+    return (by_launch + by_block) * seconds(core, False) > by_block * seconds(core, True)

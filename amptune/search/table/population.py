@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.improvement import Floats
+from amptune.search.table.objective import NEGLIGIBLE
 
 __all__ = ["shrunk"]
 

@@ -98,17 +98,14 @@ def verdict_of(
     objective: Objective = THROUGHPUT,
     bar: Bar = lambda _: None,
 ) -> Verdict | None:
-    """Returns the verdict of all rows: of the policies that are likely better, the best; of equals, the simplest.
+    """Returns the verdict of all rows: of the policies that are shown to be better, the best; of equals, the simplest.
 
     Only policies without a `bar` can win. Returns None if the baseline was never measured, or lacks the objective's
     figure.
     """
     speeds = fit(rows, baseline, THROUGHPUT.score, machine)
-    scores = (
-        speeds
-        if objective.name == "throughput"
-        else fit(rows, baseline, objective.score, machine, _spread(objective, machine))
-    )
+    spread = MEMORY_SPREAD[machine.device] if objective.name == "memory" else ENERGY_SPREAD
+    scores = speeds if objective.name == "throughput" else fit(rows, baseline, objective.score, machine, spread)
     if speeds is None or scores is None:
         return None
     contenders = tuple(sorted(contenders_of(rows, scores, speeds, objective), key=lambda one: one.place))
@@ -124,7 +121,7 @@ def verdict_of(
         baseline=own,
         leader=able[0] if able else None,
         contenders=contenders,
-        confidence=_confidence_in(winner, own, able),
+        confidence=_confidence_in(winner, own, [*able, *(one for one in contenders if one.at_most is not None)]),
         findings=(),
         scores=scores,
         speeds=speeds,
@@ -135,18 +132,15 @@ def verdict_of(
     return replace(verdict, contenders=lost, findings=tuple(_findings(verdict, len(level))))
 
 
-def _spread(objective: Objective, machine: Machine) -> float:
-    return MEMORY_SPREAD[machine.device] if objective.name == "memory" else ENERGY_SPREAD
-
-
-def _confidence_in(winner: Contender, baseline: Contender, able: Sequence[Contender]) -> Confidence:
+def _confidence_in(winner: Contender, baseline: Contender, others: Sequence[Contender]) -> Confidence:
     """Returns how sure it is that the winner is better; for the baseline, that no other policy is.
 
-    Nothing is confirmed by fewer than `PROCESSES`, if the winner may be too slow or worse, or if one of the two was
-    only measured beside a disturbance.
+    Nothing is confirmed by fewer than `PROCESSES`, if the winner may be too slow, or if one of the two was only
+    measured beside a disturbance.
     """
     if winner is baseline:
-        better = [min(one.gain.chance_above(1 + NEGLIGIBLE), one.fast_enough) for one in able if one.gain is not None]
+        chances = [0.0 if one.gain is None else one.gain.chance_above(1 + NEGLIGIBLE) for one in others]
+        better = [min(chance, one.fast_enough) for chance, one in zip(chances, others, strict=True)]
         return confidence_of(1 - max(better)) if better else "undecided"
     confidence = confidence_of(winner.chance)
     return "likely" if confidence == "confirmed" and _doubt(winner, baseline) else confidence
@@ -160,9 +154,7 @@ def _doubt(winner: Contender, baseline: Contender) -> str | None:
         return "but its batch size was never trained with the loader's own data"
     if winner.disturbed or baseline.disturbed:
         return "but never measured undisturbed beside the baseline"
-    if winner.fast_enough < LIKELY:
-        return "but maybe slower than it has to be"
-    return "but its interval reaches below 1" if winner.gain is not None and winner.gain.low < 1 else None
+    return "but maybe slower than it has to be" if winner.fast_enough < LIKELY else None
 
 
 def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, speeds: Estimates) -> list[Contender]:
