@@ -140,7 +140,7 @@ class StepTimer:
         self._clock = clock
         self._instruments = instruments
         self._latest: deque[frozenset[str]] = deque(maxlen=MAX_REPEATS + 1)
-        self._lasting: frozenset[str] = frozenset()
+        self.lasting: frozenset[str] = frozenset()
 
     def warm_up(self, step: Step, step_ms: float, effort: Effort, around: Surroundings = ALONE) -> WarmUp:
         """Runs stretches of steps until they agree; `step_ms` is a first guess at a step's time.
@@ -151,7 +151,7 @@ class StepTimer:
         steps, began_s = 0, self._clock.now_s()
         quiet_ms, medians, settling = 0.0, list[float](), Settling(around.prepared())
         behind_ms: list[float] = []
-        within = STEADY_BESIDE_OTHERS if HOST_LOAD in self._lasting else STEADY
+        within = STEADY_BESIDE_OTHERS if HOST_LOAD in self.lasting else STEADY
         while not (is_steady(medians, within) and settling.is_over) and (
             quiet_ms < 1000 * effort.warmup_s and self._clock.now_s() < began_s + effort.warmup_s + effort.settle_s
         ):
@@ -212,12 +212,12 @@ class StepTimer:
         """Counts a cause as lasting once the latest blocks all have it, and no longer once they all lack it."""
         self._latest.append(frozenset(block.contaminated_by))
         if len(self._latest) == self._latest.maxlen:
-            self._lasting &= frozenset.union(*self._latest)
-            self._lasting |= frozenset.intersection(*self._latest)
+            self.lasting &= frozenset.union(*self._latest)
+            self.lasting |= frozenset.intersection(*self._latest)
 
     def _new_causes(self, block: TimedBlock) -> tuple[str, ...]:
         """Returns the disturbances that are not known to last."""
-        return tuple(code for code in block.contaminated_by if code not in self._lasting | NOT_REPEATED)
+        return tuple(code for code in block.contaminated_by if code not in self.lasting | NOT_REPEATED)
 
     def _block(
         self, step: Step, step_ms: float, effort: Effort, around: Surroundings, beside: StoppedTrees
