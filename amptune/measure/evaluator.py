@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from amptune.errors import NothingFeasibleError
+from amptune.hardware.cuda_driver import gpu_count
 from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Outcome
@@ -168,7 +169,9 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
             pending.answer()  # a failure is reported again by the first measurement
 
     def build_ahead(self, count: int) -> None:
-        for _ in range(min(count, cores() // CORES_PER_GRAPH) if self.ranks == 1 else 0):
+        if self.ranks > 1 or self.device == "cpu" or gpu_count() == 0:
+            return  # nothing compiles in the background there
+        for _ in range(min(count, cores() // CORES_PER_GRAPH)):
             process = self._new()
             process.begin(None, worker.get_ready, STOCK, 1 + graphs_at_once())  # the first builds beside them
             process.begin(None, worker.import_compiler)

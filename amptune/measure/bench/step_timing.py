@@ -50,7 +50,7 @@ REPEAT_UNTIL = 0.5
 
 # A trial is over if so many steps take `FAR` times as long as its limit; or one alone that takes longer than that by
 # what happens once in a while, such as collecting garbage.
-TELLING_STEPS, FAR, ONCE_S = 2, 3.0, 1.0
+TELLING_STEPS, FAR, ONCE_S = 2, 2.0, 1.0
 
 # A mean's interval is that of a Gaussian: it only decides when to stop. Fewer steps have none.
 _GAUSSIAN_95, _FEWEST_TIMES = 1.96, 6

@@ -354,9 +354,9 @@ LIMITED = replace(EFFORT, abandon_above_ms=200.0)
     ("first_s", "step_ms", "policy", "steps", "losses"),
     [
         (6.0, lambda _: 300.0, STOCK, 1, 1),  # no kernel loads for so long
-        (4.0, lambda _: 1700.0, STOCK, 2, 2),  # nothing that happens once in a while takes so long
-        (4.0, lambda n: (1500.0, 700.0)[n % 2], STOCK, 3, 3),
-        (6.0, lambda _: 700.0, Policy(cudnn_benchmark=True), 5, 5),  # the first ones search
+        (4.0, lambda _: 1500.0, STOCK, 2, 2),  # nothing that happens once in a while takes so long
+        (4.0, lambda n: (1300.0, 500.0)[n % 2], STOCK, 3, 3),
+        (6.0, lambda _: 500.0, Policy(cudnn_benchmark=True), 5, 5),  # the first ones search
         (0.0, lambda _: 300.0, STOCK, 7, 5),  # just above: two more without what disturbs
     ],
 )

@@ -14,7 +14,7 @@ from measurements import took
 from amptune.measure import evaluator as evaluator_module
 from amptune.measure.evaluator import WorkerEvaluator
 from amptune.measure.results.outcome import Effort, Failure, Measurement
-from amptune.measure.workers import processes, worker
+from amptune.measure.workers import cpu_share, processes, worker
 from amptune.measure.workers.processes import Pending, WorkerProcess
 from amptune.measure.workers.source import Source
 from amptune.measure.workers.worker import Reply
@@ -85,6 +85,30 @@ def test_a_trial_that_is_repeated_with_more_memory_has_the_time_that_is_left(
     outcome = evaluator.measure(STOCK, Effort(time_limit_s=50.0))
     assert limits == [50.0, 20.0][: len(limits)]
     assert isinstance(outcome, Measurement) == (took_s < 50.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "cores", "begun"),
+    [("cpu", 8, 16, 0), (None, 0, 16, 0), (None, 1, 3, 0), (None, 1, 4, 1), ("cuda:0", 1, 16, 2), (None, None, 16, 2)],
+)
+def test_processes_build_ahead_only_where_they_are_to_compile_and_with_less_than_all_threads(
+    evaluator: WorkerEvaluator,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str | None,
+    gpus: int | None,
+    cores: int,
+    begun: int,
+) -> None:
+    tasks: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(WorkerProcess, "begin", lambda _, __, *task: tasks.append(task))
+    monkeypatch.setattr(cpu_share, "cores", lambda: cores)
+    monkeypatch.setattr(evaluator_module, "cores", lambda: cores)
+    monkeypatch.setattr(evaluator_module, "gpu_count", lambda: gpus)
+    evaluator.device = device
+    evaluator.build_ahead(2)
+    building = [task[1:] for task in tasks if task[0] is worker.get_ready]
+    assert len(building) == begun
+    assert all(policy == STOCK and among >= 2 for policy, among in building)
 
 
 def test_the_start_of_a_process_and_what_it_did_before_count_for_the_limit(clock: Clock) -> None:
