@@ -45,8 +45,9 @@ STRETCH_STEPS = 50
 # A disturbed block is timed again up to this often in a trial. A disturbance of one block more in a row is the machine
 # as it is, until as many in a row lack it.
 MAX_REPEATS = 2
-# No block is timed again after this share of the trial's time limit: the limit includes the worker's start.
-REPEAT_UNTIL = 0.5
+# No block is timed again after this share of the trial's time limit: the limit includes the worker's start. Nor is one
+# of so few and long steps that it took so many times as long as was meant.
+REPEAT_UNTIL, REPEAT_WITHIN = 0.5, 4.0
 
 # A trial is over if so many steps take `FAR` times as long as its limit; or one alone that takes longer than that by
 # what happens once in a while, such as collecting garbage.
@@ -200,8 +201,10 @@ class StepTimer:
                 block = self._block(step, step_ms, effort, around, beside)
             self._remember(block)
             new = self._new_causes(block)
-            again_until_s = 2 * self._clock.now_s() - block_start_s
+            took_s = self._clock.now_s() - block_start_s
+            again_until_s = self._clock.now_s() + took_s
             has_time = again_until_s < started_s + REPEAT_UNTIL * effort.time_limit_s
+            has_time = has_time and took_s <= REPEAT_WITHIN * effort.measure_s
             is_last = not has_time or len(reasons) == MAX_REPEATS
             if not new or effort.beside_compiling or around.prepared() > prepared or is_last:
                 break
