@@ -12,7 +12,14 @@ from amptune.measure.bench.compilation import Compilations
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.peak_memory import PeakMemory
 from amptune.measure.bench.step import FIRST_STEPS, Stepper
-from amptune.measure.bench.step_timing import StepTimer, Surroundings, WarmUp, is_far_behind
+from amptune.measure.bench.step_timing import (
+    SETTLE_SHARE,
+    TELLING_STEPS,
+    StepTimer,
+    Surroundings,
+    WarmUp,
+    is_far_behind,
+)
 from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
@@ -25,12 +32,8 @@ __all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks"]
 
 # The losses of the `FIRST_STEPS` are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
 # second step, so only a later step shows their step time.
-LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_PREPARING, PREPARING_STEPS = 3, 5, 3
+LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_PREPARING = 3, 5
 FIRST_STEPS_S = 1.0
-# The very first step, if it prepares nothing else for later ones, loads kernels and builds states for up to so long.
-LOADING_S = 5.0
-# Waiting for graphs that are still compiled or recorded takes at most this share of a trial's time limit, twice.
-SETTLE_SHARE = 1 / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +139,16 @@ class PolicyTimer:
 
     def _first_steps(self, stepper: Stepper, effort: Effort, *, prepares: bool) -> FirstSteps:
         """Runs the first steps, no more of them than show that a policy is far behind the trial's limit."""
-        least, before = LEAST_FIRST_STEPS, 1
-        if prepares:
-            least, before = LEAST_FIRST_STEPS_PREPARING, PREPARING_STEPS
+        least = LEAST_FIRST_STEPS_PREPARING if prepares else LEAST_FIRST_STEPS
         start_s = self.clock.now_s()
         loss, norm = stepper.first_step()
         losses, times_ms = [loss], [1000 * (self.clock.now_s() - start_s)]
-        settled_ms = times_ms if not prepares and is_far_behind(times_ms, effort, LOADING_S) else []
+        settled_ms = times_ms if not prepares and is_far_behind(times_ms, effort) else []
         while len(losses) < FIRST_STEPS and (len(losses) < least or self.clock.now_s() - start_s < FIRST_STEPS_S):
             if is_far_behind(settled_ms, effort):
                 break
             times_ms += self.clock.time_steps(lambda: losses.append(float(stepper())), 1)
-            settled_ms = times_ms[before:]
+            settled_ms = times_ms[least - TELLING_STEPS :]
         broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if broken is not None:
             raise NonFiniteError(f"the loss is {losses[broken]} at step {broken + 1}")

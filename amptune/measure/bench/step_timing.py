@@ -27,6 +27,8 @@ from amptune.measure.bench.stillness import Stillness, StoppedTrees
 from amptune.measure.results.outcome import ENERGY_S, Effort
 
 __all__ = [
+    "SETTLE_SHARE",
+    "TELLING_STEPS",
     "Sample",
     "StepTimer",
     "TimedBlock",
@@ -36,22 +38,21 @@ __all__ = [
     "mean_half_width",
 ]
 
-# Warm-up is over when the medians of three successive stretches of steps lie this close together; beside programs that
-# are always there they never lie as close as on a quiet machine.
-STEADY, STEADY_BESIDE_OTHERS, STRETCHES = 0.03, 0.3, 3
+# Warm-up is over when the medians of three successive stretches of steps lie this close together. Beside programs that
+# are always there they never do: it then takes twice as many.
+STEADY, STRETCHES = 0.03, 3
 # Intended time of a stretch of steps, timed without a break; at most 50 steps, so that a wrong first guess is cheap.
 STRETCH_S = 0.1
 STRETCH_STEPS = 50
 # A disturbed block is timed again up to this often in a trial. A disturbance of one block more in a row is the machine
 # as it is, until as many in a row lack it.
 MAX_REPEATS = 2
-# No block is timed again after this share of the trial's time limit: the limit includes the worker's start. Nor is one
-# of so few and long steps that it took so many times as long as was meant.
-REPEAT_UNTIL, REPEAT_WITHIN = 0.5, 4.0
-
+# Waiting for graphs that are still compiled or recorded takes at most this share of a trial's time limit, twice. No
+# block is timed again later than that: the limit includes the worker's start.
+SETTLE_SHARE = 1 / 4
 # A trial is over if so many steps take `FAR` times as long as its limit; or one alone that takes longer than that by
-# what happens once in a while, such as collecting garbage.
-TELLING_STEPS, FAR, ONCE_S = 2, 2.0, 1.0
+# what a first step may take for loading kernels.
+TELLING_STEPS, FAR, LOADING_S = 2, 2.0, 5.0
 
 # A mean's interval is that of a Gaussian: it only decides when to stop. Fewer steps have none.
 _GAUSSIAN_95, _FEWEST_TIMES = 1.96, 6
@@ -152,8 +153,8 @@ class StepTimer:
         steps, began_s = 0, self._clock.now_s()
         quiet_ms, medians, settling = 0.0, list[float](), Settling(around.prepared())
         behind_ms: list[float] = []
-        within = STEADY_BESIDE_OTHERS if HOST_LOAD in self.lasting else STEADY
-        while not (is_steady(medians, within) and settling.is_over) and (
+        most = 2 * STRETCHES if HOST_LOAD in self.lasting else math.inf
+        while not ((is_steady(medians) or len(medians) >= most) and settling.is_over) and (
             quiet_ms < 1000 * effort.warmup_s and self._clock.now_s() < began_s + effort.warmup_s + effort.settle_s
         ):
             times = self._clock.time_steps(step, _stretch(step_ms))
@@ -167,9 +168,7 @@ class StepTimer:
                 break
         return WarmUp(step_ms=step_ms, steps=steps, steady=is_steady(medians), behind_ms=tuple(behind_ms))
 
-    def bound(
-        self, step: Step, times_ms: Sequence[float], effort: Effort, around: Surroundings = ALONE
-    ) -> Sample | None:
+    def bound(self, step: Step, times_ms: Sequence[float], effort: Effort, around: Surroundings) -> Sample | None:
         """Returns what is known of a policy whose last steps took `times_ms` if it is behind the trial's limit.
 
         If they are above it and not far above it, others may have disturbed them: as many more tell, while what
@@ -184,8 +183,8 @@ class StepTimer:
         glance = replace(effort, measure_s=0.0, settle_s=0.0, min_steps=TELLING_STEPS)
         with around.stillness.pause() as beside:  # its batches are those of the steps before
             kept = self._block(step, min(times_ms), glance, replace(around, begin=ALONE.begin), beside)
-        is_lost = is_behind(kept.step_ms, effort) and not self._new_causes(kept)
-        return Sample(kept=kept, discarded=()) if is_lost else None
+        is_disturbed = COMPILING in kept.contaminated_by or self._new_causes(kept)
+        return Sample(kept=kept, discarded=()) if is_behind(kept.step_ms, effort) and not is_disturbed else None
 
     def sample(
         self, step: Step, step_ms: float, effort: Effort, started_s: float, around: Surroundings = ALONE
@@ -203,9 +202,9 @@ class StepTimer:
             new = self._new_causes(block)
             took_s = self._clock.now_s() - block_start_s
             again_until_s = self._clock.now_s() + took_s
-            has_time = again_until_s < started_s + REPEAT_UNTIL * effort.time_limit_s
-            has_time = has_time and took_s <= REPEAT_WITHIN * effort.measure_s
-            is_last = not has_time or len(reasons) == MAX_REPEATS
+            has_time = again_until_s < started_s + 2 * SETTLE_SHARE * effort.time_limit_s
+            is_short = took_s <= (1 + MAX_REPEATS) * effort.measure_s  # else it has few steps that take long
+            is_last = not (has_time and is_short) or len(reasons) == MAX_REPEATS
             if not new or effort.beside_compiling or around.prepared() > prepared or is_last:
                 break
             reasons.append("+".join(new))
@@ -283,14 +282,14 @@ def is_behind(times_ms: Sequence[float], effort: Effort, by: float = 1.0) -> boo
     return limit_ms is not None and min(times_ms, default=0.0) > by * limit_ms
 
 
-def is_far_behind(times_ms: Sequence[float], effort: Effort, once_s: float = ONCE_S) -> bool:
+def is_far_behind(times_ms: Sequence[float], effort: Effort) -> bool:
     """Returns True if these steps need no others to tell that a policy is behind the trial's limit."""
-    spare_ms = 0.0 if len(times_ms) >= TELLING_STEPS else 1000 * once_s
+    spare_ms = 0.0 if len(times_ms) >= TELLING_STEPS else 1000 * LOADING_S
     return is_behind([ms - spare_ms for ms in times_ms], effort, by=FAR)
 
 
-def is_steady(medians: Sequence[float], within: float = STEADY) -> bool:
-    """Returns True if the last three agree to `within` and do not rise or fall steadily by over half of it.
+def is_steady(medians: Sequence[float]) -> bool:
+    """Returns True if the last three agree to `STEADY` and do not rise or fall steadily by over half of it.
 
     Two may agree by chance on a slope. The end of a warm-up is often a slope, and so is a GPU's clock that sinks under
     its first load.
@@ -298,8 +297,8 @@ def is_steady(medians: Sequence[float], within: float = STEADY) -> bool:
     if len(medians) < STRETCHES:
         return False
     low, middle, high = sorted(medians[-STRETCHES:])
-    sloping = medians[-2] == middle and high - low > within / 2 * low
-    return high - low <= within * low and not sloping
+    sloping = medians[-2] == middle and high - low > STEADY / 2 * low
+    return high - low <= STEADY * low and not sloping
 
 
 def mean_half_width(values: Sequence[float]) -> float:

@@ -231,7 +231,7 @@ def test_no_block_is_repeated_that_paid_for_new_graphs_or_takes_long_or_when_the
     assert world.trial("sw-thermal", "sw-thermal", effort=near) == (("sw-thermal",), ("sw-thermal",))
     assert world.trial("sw-thermal")[0] == ()
     slow = World()
-    slow.clock.step_ms = lambda _: 401.0  # five steps take more than four times as long as a block is meant to
+    slow.clock.step_ms = lambda _: 301.0  # five steps take longer than all blocks of a trial are meant to
     assert slow.trial("hw-thermal") == ((), ("hw-thermal",))
     without_nvml = World(nvml=False)
     assert without_nvml.trial("hw-thermal foreign-process host-load", "")[0] == ("host-load",)
@@ -358,7 +358,7 @@ LIMITED = replace(EFFORT, abandon_above_ms=200.0)
     ("first_s", "step_ms", "policy", "steps", "losses"),
     [
         (6.0, lambda _: 300.0, STOCK, 1, 1),  # no kernel loads for so long
-        (4.0, lambda _: 1500.0, STOCK, 2, 2),  # nothing that happens once in a while takes so long
+        (4.0, lambda _: 6000.0, STOCK, 2, 2),
         (4.0, lambda n: (1300.0, 500.0)[n % 2], STOCK, 3, 3),
         (6.0, lambda _: 500.0, Policy(cudnn_benchmark=True), 5, 5),  # the first ones search
         (0.0, lambda _: 300.0, STOCK, 7, 5),  # just above: two more without what disturbs
