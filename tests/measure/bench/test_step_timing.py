@@ -401,6 +401,23 @@ def test_a_program_that_just_began_ends_no_trial_unless_steps_are_far_behind(hos
     assert measured(LIMITED).abandoned
 
 
+@pytest.mark.parametrize(("quiet", "lost"), [(True, True), (False, False)])
+def test_steps_just_behind_are_looked_at_again_in_stillness_and_on_their_own_batches(quiet: bool, lost: bool) -> None:
+    clock, begun = ScriptedClock(lambda _: 300.0), list[int]()
+    stillness = ScriptedStillness(clock, quiet=quiet)
+    around = Surroundings(begin=lambda: begun.append(clock.steps), stillness=stillness)
+    found = sampler(clock).bound(lambda: None, [300.0] * 2, LIMITED, around)
+    assert (found is not None, begun, len(stillness.at)) == (lost, [], 2)
+
+
+def test_warm_up_ends_at_steps_that_are_all_behind_unless_graphs_come_in_them() -> None:
+    clock = ScriptedClock(lambda n: 10.0 if n < 12 else 300.0 + 100.0 * (n % 2))
+    warm = warmed_up(clock, LIMITED)
+    assert (warm.behind_ms, warm.steps) == ((300.0, 400.0), 22)
+    clock = ScriptedClock(lambda n: 300.0 + 100.0 * (n % 2))
+    assert warmed_up(clock, LIMITED, prepared=lambda: clock.steps).behind_ms == ()
+
+
 def test_a_policy_that_falls_behind_in_its_warm_up_is_timed_no_further(host: ScriptedHost) -> None:
     host.clock.step_ms = lambda n: 10.0 if n < 12 else 700.0
     outcome = measured(LIMITED)
