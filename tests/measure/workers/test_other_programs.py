@@ -50,7 +50,7 @@ def test_a_process_that_ran_before_is_another_program_and_one_that_one_starts_is
 @pytest.mark.parametrize("nice", [0, 10])
 def test_programs_under_nice_count_only_if_this_one_is_too(nice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own time stands in what the kernel counts for them then, and would be taken off another sum."""
-    times = [SimpleNamespace(user=10.0, system=5.0, nice=100.0)] * psutil.cpu_count()
+    times = [SimpleNamespace(user=10.0, system=5.0, nice=100.0)] * (psutil.cpu_count() or 1)
     monkeypatch.setattr(psutil, "cpu_times", lambda percpu: times)  # noqa: ARG005
     monkeypatch.setattr(psutil.Process, "nice", lambda _: nice)
     monkeypatch.setattr(other_programs, "_seconds_of", lambda _: 0.0)
