@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from amptune.errors import NothingFeasibleError
+from amptune.hardware.cuda_driver import gpu_count
 from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
 from amptune.measure.results.outcome import Effort, Failure, Outcome
@@ -40,10 +42,11 @@ class Evaluator(Protocol):
         """
         ...
 
-    def launch(self, policies: Sequence[Policy]) -> None:
+    def launch(self, policies: Sequence[Policy], limit_s: float = START_LIMIT_S) -> None:
         """Starts a fresh process for each policy; the policy is measured in it until the next launch.
 
-        Processes that compile go on; all others end.
+        Processes that compile go on; all others end. One that has not built the workload within `limit_s` begins anew
+        in its first trial's time.
         """
         ...
 
@@ -136,6 +139,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     _reference: Reference | Failure | None = None
     _threads: int | None = None
     _others: OtherPrograms = field(default_factory=OtherPrograms)
+    _lasting: frozenset[str] = frozenset()
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
@@ -152,7 +156,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
             process.limit_threads(self._threads)
         return answer.with_threads(self._threads)
 
-    def launch(self, policies: Sequence[Policy]) -> None:
+    def launch(self, policies: Sequence[Policy], limit_s: float = START_LIMIT_S) -> None:
         self._room = max(2, workers_that_fit(self.ranks))
         self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in policies}
         ended = [key for key in self._workers if key not in self._graphs]
@@ -161,14 +165,16 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._workers |= {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[: self._room]
         each = (len(first), self._batches)
-        for pending in [self._workers[one].begin(START_LIMIT_S, worker.get_ready, one, *each) for one in first]:
+        for pending in [self._workers[one].begin(limit_s, worker.get_ready, one, *each) for one in first]:
             pending.answer()  # a failure is reported again by the first measurement
 
     def build_ahead(self, count: int) -> None:
-        for _ in range(min(count, cores() // CORES_PER_GRAPH) if self.ranks == 1 else 0):
+        if self.ranks > 1 or self.device == "cpu" or gpu_count() == 0:
+            return  # nothing compiles in the background there
+        for _ in range(min(count, cores() // CORES_PER_GRAPH)):
             process = self._new()
-            process.begin(START_LIMIT_S, worker.get_ready, STOCK, graphs_at_once())
-            process.begin(START_LIMIT_S, worker.import_compiler)
+            process.begin(None, worker.get_ready, STOCK, 1 + graphs_at_once())  # the first builds beside them
+            process.begin(None, worker.import_compiler)
             self._built.append(process)
 
     @property
@@ -195,7 +201,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         return self._graphs.keys()
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        return self._with_room(policy, lambda: self._measure(policy, effort))
+        measure = lambda left_s: self._measure(policy, replace(effort, time_limit_s=left_s))  # noqa: E731
+        return self._with_room(policy, effort.time_limit_s, measure)
 
     def measure_alone(self, policy: Policy, effort: Effort) -> Outcome:
         self._stop_others(policy)
@@ -203,19 +210,19 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity | Failure:
         if self._reference is None:
-            refer = lambda: self._worker(fp32).call(limit_s, worker.refer, fp32, seconds)  # noqa: E731
-            self._reference = self._with_room(fp32, refer)
+            refer = lambda left_s: self._worker(fp32).call(left_s, worker.refer, fp32, seconds)  # noqa: E731
+            self._reference = self._with_room(fp32, limit_s, refer)
         if isinstance(self._reference, Failure):
             return self._reference
         reference = self._reference
 
-        def parity() -> Parity | Failure:
-            found = self._worker(policy).call(limit_s, worker.judge, policy, reference, limit_s)
+        def parity(left_s: float) -> Parity | Failure:
+            found = self._worker(policy).call(left_s, worker.judge, policy, reference, left_s)
             if isinstance(found, Parity) and found.failure is not None and found.failure.kind == "oom":
                 return found.failure
             return found
 
-        found = self._with_room(policy, parity)
+        found = self._with_room(policy, limit_s, parity)
         return Parity(failure=found) if isinstance(found, Failure) else found
 
     def trace(self, policy: Policy, fp32: Policy, limit_s: float) -> tuple[ModuleTrace, ...] | Failure:
@@ -230,8 +237,11 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
         limit_s = seconds + START_LIMIT_S  # training ends by itself; evaluating may take a while longer
-        train = lambda: self._worker(policy).call(limit_s, worker.train_long, policy, steps, seed, seconds)  # noqa: E731
-        return self._with_room(policy, train)
+
+        def train(left_s: float) -> LossCurve | Failure:
+            return self._worker(policy).call(left_s, worker.train_long, policy, steps, seed, seconds)
+
+        return self._with_room(policy, limit_s, train)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -242,17 +252,25 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._workers.clear()
         self._built.clear()
 
-    def _with_room(self, policy: Policy, ask: Callable[[], T | Failure]) -> T | Failure:
-        """Asks again with no other worker running if memory was short: training will have what these took."""
-        answer = ask()
+    def _with_room(self, policy: Policy, limit_s: float, ask: Callable[[float], T | Failure]) -> T | Failure:
+        """Asks for an answer within `limit_s`, and if memory was short again with no other worker running, in the rest.
+
+        Training will have what these took.
+        """
+        until_s = time.monotonic() + limit_s
+        answer = ask(limit_s)
         is_short = isinstance(answer, Failure) and answer.kind == "oom"
-        return ask() if is_short and self._stop_others(policy) else answer
+        if not is_short or not self._stop_others(policy) or (left_s := until_s - time.monotonic()) <= 0:
+            return answer
+        return ask(left_s)
 
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
         process, effort = self._worker(policy), replace(effort, batches=self._batches)
-        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, self._beside(process))
+        beside = self._beside(process)
+        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, beside, self._lasting)
         if isinstance(reply, Failure):
             return reply
+        self._lasting = reply.lasting
         for graph in self._graphs.values():
             graph.pauses += () if graph.process is process else reply.pauses
         if reply.broken:

@@ -48,6 +48,9 @@ class ScriptedClock:
     def now_s(self) -> float:
         return self._now_s
 
+    def wait(self, seconds: float) -> None:
+        self._now_s += seconds
+
 
 class ScriptedNvml(ModuleType):
     """`pynvml` of one GPU. A reading is a value, a function asked each time, or None where NVML cannot say."""

@@ -172,7 +172,7 @@ class RecordedEvaluator:
             del self.in_background[policy]
         return dict.fromkeys(ready, self.compile_s)
 
-    def launch(self, policies: Sequence[Policy]) -> None:
+    def launch(self, policies: Sequence[Policy], limit_s: float = 120.0) -> None:  # noqa: ARG002
         self.clock.advance(self.launch_s)
         self.launched.append(tuple(policies))
 

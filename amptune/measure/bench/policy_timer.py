@@ -12,9 +12,17 @@ from amptune.measure.bench.compilation import Compilations
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.peak_memory import PeakMemory
 from amptune.measure.bench.step import FIRST_STEPS, Stepper
-from amptune.measure.bench.step_timing import StepTimer, Surroundings, WarmUp
+from amptune.measure.bench.step_timing import (
+    SETTLE_SHARE,
+    TELLING_STEPS,
+    StepTimer,
+    Surroundings,
+    WarmUp,
+    is_far_behind,
+)
 from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement
+from amptune.policy.settings import Policy
 from amptune.runtime.graphs.check import CHECK_EVERY
 from amptune.runtime.graphs.dispatch import Recordings
 from amptune.runtime.tuned import Tuned
@@ -24,12 +32,21 @@ __all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks"]
 
 # The losses of the `FIRST_STEPS` are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
 # second step, so only a later step shows their step time.
-LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_COMPILED = 3, 5
+LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_PREPARING = 3, 5
 FIRST_STEPS_S = 1.0
-# Waiting for graphs that are still compiled or recorded takes at most this share of a trial's time limit, twice.
-SETTLE_SHARE = 1 / 4
-# A step too slow to be of interest is timed only this often.
-SLOW_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstSteps:
+    """The first steps of a trial: their losses, the first's gradient norm, the time of the last.
+
+    `settled_ms` are the times of those that prepared nothing for later ones.
+    """
+
+    losses: tuple[float, ...]
+    gradient_norm: float | None
+    last_ms: float
+    settled_ms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,20 +78,23 @@ class PolicyTimer:
         around = Surroundings(begin=begin, prepared=partial(self._prepared, tuned), stillness=stillness)
         started_s = self.clock.now_s()
         effort = replace(effort, settle_s=min(effort.settle_s, SETTLE_SHARE * effort.time_limit_s))
-        eager = tuned.policy.compile == "off" and not tuned.policy.cuda_graphs
-        least = LEAST_FIRST_STEPS if eager else LEAST_FIRST_STEPS_COMPILED
-        losses, norm, last_ms = self._first_steps(stepper, least)
+        first = self._first_steps(stepper, effort, prepares=prepares(tuned.policy))
         recordings = tuned.recordings
-        price_ms = 0.0 if recordings is None else price_of_checks(self.clock, recordings, stepper, last_ms)
+        sample = self.steps.bound(stepper, first.settled_ms, effort, around)
+        price_ms = 0.0
+        if sample is None and recordings is not None:
+            price_ms = price_of_checks(self.clock, recordings, stepper, first.last_ms)
         warm_s = self.clock.now_s()
         compiled = self.compilations.graphs
-        slow = effort.abandon_above_ms is not None and last_ms > effort.abandon_above_ms
-        warm_up = WarmUp(step_ms=last_ms) if slow else self.steps.warm_up(stepper, last_ms, effort, around)
-        warmup_s = self.clock.now_s() - warm_s
-        effort = _glance(effort) if slow else effort
-        sample = self.steps.sample(stepper, warm_up.step_ms, effort, started_s, around)
-        warmup_steps = len(losses) + warm_up.steps
-        steps = warmup_steps + sample.steps
+        warm_up = WarmUp(step_ms=first.last_ms)
+        if sample is None:
+            warm_up = self.steps.warm_up(stepper, first.last_ms, effort, around)
+            sample = self.steps.bound(stepper, warm_up.behind_ms, effort, around)
+        warmup_s, warmup_steps = self.clock.now_s() - warm_s, stepper.steps
+        is_lost = sample is not None
+        if sample is None:
+            sample = self.steps.sample(stepper, warm_up.step_ms, effort, started_s, around)
+        steps = stepper.steps
         if not math.isfinite(stepper.last_loss):
             raise NonFiniteError(f"the loss is {stepper.last_loss} after {steps} steps")
         skipped = require_sound(steps)
@@ -90,15 +110,15 @@ class PolicyTimer:
             warmup_steps=warmup_steps,
             peak_allocated_mib=allocated,
             peak_reserved_mib=reserved,
-            losses=losses,
-            gradient_norm=norm,
+            losses=first.losses,
+            gradient_norm=first.gradient_norm,
             skipped_share=skipped,
             alloc_retries=self.memory.alloc_retries(),
             energy_j_per_sample=None if kept.step_j is None else kept.step_j / samples,
-            abandoned=slow,
+            abandoned=is_lost,
             steady=warm_up.steady,
             discarded=sample.discarded,
-            startup_s=max(0.0, warm_s - started_s - len(losses) * last_ms / 1000),
+            startup_s=max(0.0, warm_s - started_s - len(first.losses) * first.last_ms / 1000),
             graph_breaks=self.compilations.breaks,
             recompiled=self.compilations.graphs - compiled,
             settled=kept.settled,
@@ -117,18 +137,32 @@ class PolicyTimer:
             allowed = f"{self.memory_mib:,.0f}" if self.memory_mib >= 1 else f"{self.memory_mib:.2g}"
             raise MemoryError(f"its peak of {peak_mib:,.0f} MiB is above the {allowed} MiB allowed")
 
-    def _first_steps(self, stepper: Stepper, least: int) -> tuple[tuple[float, ...], float | None, float]:
-        """Returns (losses, gradient norm of the first step, time of the last step in ms)."""
+    def _first_steps(self, stepper: Stepper, effort: Effort, *, prepares: bool) -> FirstSteps:
+        """Runs the first steps, no more of them than show that a policy is far behind the trial's limit."""
+        least = LEAST_FIRST_STEPS_PREPARING if prepares else LEAST_FIRST_STEPS
         start_s = self.clock.now_s()
         loss, norm = stepper.first_step()
-        losses = [loss]
-        took_ms = 0.0
+        losses, times_ms = [loss], [1000 * (self.clock.now_s() - start_s)]
+        settled_ms = times_ms if not prepares and is_far_behind(times_ms, effort) else []
         while len(losses) < FIRST_STEPS and (len(losses) < least or self.clock.now_s() - start_s < FIRST_STEPS_S):
-            (took_ms,) = self.clock.time_steps(lambda: losses.append(float(stepper())), 1)
+            if is_far_behind(settled_ms, effort):
+                break
+            times_ms += self.clock.time_steps(lambda: losses.append(float(stepper())), 1)
+            settled_ms = times_ms[least - TELLING_STEPS :]
         broken = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if broken is not None:
             raise NonFiniteError(f"the loss is {losses[broken]} at step {broken + 1}")
-        return tuple(losses), norm, took_ms
+        return FirstSteps(
+            losses=tuple(losses),
+            gradient_norm=norm,
+            last_ms=times_ms[-1],
+            settled_ms=tuple(settled_ms),
+        )
+
+
+def prepares(policy: Policy) -> bool:
+    """Returns True if first steps compile, record or search for what later ones use."""
+    return policy.compile != "off" or bool(policy.cuda_graphs) or policy.cudnn_benchmark
 
 
 def price_of_checks(clock: Clock, recordings: Recordings, step: Callable[[], object], step_ms: float) -> float:
@@ -146,8 +180,3 @@ def price_of_checks(clock: Clock, recordings: Recordings, step: Callable[[], obj
         clock.time_steps(step, 1)
     recordings.require_agreement()
     return max(0.0, checked_ms - step_ms) * calls_per_step / CHECK_EVERY
-
-
-def _glance(effort: Effort) -> Effort:
-    """Returns the effort for a policy too slow to be of interest: `SLOW_STEPS` steps, not timed again."""
-    return replace(effort, measure_s=0.0, settle_s=0.0, min_steps=SLOW_STEPS, time_limit_s=0.0)

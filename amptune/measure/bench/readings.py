@@ -31,7 +31,6 @@ __all__ = [
     "HOST_LOAD",
     "NOT_REPEATED",
     "OWN_LOAD",
-    "PASSING",
     "Instruments",
     "Readings",
     "contamination",
@@ -61,8 +60,6 @@ OWN_LOAD = frozenset({POWER_CAP, LOW_CLOCK})
 # No block is repeated for these. What compiles goes on during a block that is too long, or that compiles itself
 # (stillness.py), and so would it during the next one.
 NOT_REPEATED = OWN_LOAD | {COMPILING}
-# Disturbances that end when another program ends, and come back with the next one.
-PASSING = frozenset({FOREIGN_PROCESS, HOST_LOAD})
 # nvbench discards a sample measured under this share of the GPU's clock (--throttle-threshold, default 75).
 LOW_CLOCK_SHARE = 0.75
 

@@ -55,6 +55,8 @@ class Stepper:
         self._tuned = tuned
         self._batches = batches
         self._loss = torch.tensor(math.nan)
+        self.steps = 0
+        """The number of steps so far."""
         self._group = group
         self._model = tuned.model
         if group is not None and workload.parallel is not None:  # FSDP2 replaces the parameters
@@ -73,6 +75,7 @@ class Stepper:
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
+        self.steps += 1
         if self._group is not None:
             self._group.tell(NEXT_STEP)
         if self._train is not None:

@@ -108,11 +108,12 @@ class LoaderFeed(Iterator[Any]):
         batch_size: int,
         device: torch.device,
         stopwatch: Stopwatch,
-        drawn: Sequence[Any] | None = None,
+        drawn: Sequence[Any],
     ) -> None:
+        """`drawn` are batches from `batch`: those to give if there is no loader, else one of the size to expect."""
         self.epochs = Epochs(workload, batch_size, device, drawn)
-        self._workload, self._batch_size = workload, batch_size
-        self._is_first = True
+        self._batch_size = batch_size
+        self._expected = None if workload.loader is None else drawn[0]
         self._device = device
         self._stopwatch = stopwatch
 
@@ -129,9 +130,9 @@ class LoaderFeed(Iterator[Any]):
         self._stopwatch.mark("step")
         batch = next(self.epochs)
         self._stopwatch.mark("wait")
-        if self._is_first:
-            require_size(self._workload, self._batch_size, batch)
-            self._is_first = False
+        if self._expected is not None:
+            require_size(self._batch_size, batch, self._expected)
+            self._expected = None
         return moved_to(self._device, batch, self._to_device)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,18 +145,13 @@ class LoaderFeed(Iterator[Any]):
         self.epochs.close()
 
 
-def require_size(workload: Workload, batch_size: int, batch: Any) -> None:
-    """Raises `TargetError` if a loader's first batch is not of the size that it was called with.
+def require_size(n: int, batch: Any, expected: Any) -> None:
+    """Raises `TargetError` if a loader's first batch is not of the size n that it was called with.
 
-    Its samples per second could not be compared with a policy's. `batch(n)` tells which axes hold the samples; if none
-    has length n (packed sequences, graphs), any batch will do.
+    Its samples per second could not be compared with a policy's. `expected` from `batch(n)` tells which axes hold the
+    samples; if none has length n (packed sequences, graphs), any batch will do.
     """
-    if workload.loader is None:
-        return
-    n = batch_size
-    with user_code(f"batch({n})"):
-        expected = _lengths(workload.batch(n))
-    whole, there = [axis for axis, length in expected.items() if length == n], _lengths(batch)
+    whole, there = [axis for axis, length in _lengths(expected).items() if length == n], _lengths(batch)
     if whole and all(there.get(axis) != n for axis in whole):
         raise TargetError(
             f"loader({n}) begins with a batch of tensors of shape {_shapes(batch)}, none of {n} samples: "

@@ -27,11 +27,12 @@ def require_sound_input(bench: Bench) -> int | None:
     Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises.
     """
     workload = bench.workload
-    _require_samples(workload, bench.drawn.sequence(workload.batch_size)[0])
+    drawn = bench.drawn.sequence(workload.batch_size)[0]
+    _require_samples(workload, drawn)
     if workload.loader is None:
         return None
     with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
-        require_size(workload, workload.batch_size, next(epochs))
+        require_size(workload.batch_size, next(epochs), drawn)
         return epochs.samples
 
 

@@ -52,5 +52,6 @@ def loader_has_failed(batches: Batches | None) -> bool:
 def _feed(bench: Bench, policy: Policy, effort: Effort) -> LoaderFeed:
     """Returns the feed of the user's loop, over batches that are drawn ahead if there is no loader."""
     size = policy.batch_size or bench.workload.batch_size
-    drawn = None if bench.workload.loader is not None else bench.drawn.fresh_sequence(size, effort.batches)
+    has_loader = bench.workload.loader is not None
+    drawn = bench.drawn.batches(size, 1) if has_loader else bench.drawn.fresh_sequence(size, effort.batches)
     return LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn)

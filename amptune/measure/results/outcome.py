@@ -42,8 +42,8 @@ class Effort:
     95 % interval is at most `precision` of the mean, or for `measure_s`; at least `min_steps`, at most `max_steps`.
     While something is still compiled or recorded, warm-up and timing go on for up to `settle_s` each.
     A device with an energy counter is timed for at least `energy_s`, which the counter needs (`max_steps` and
-    `measure_s` still hold). A step slower than `abandon_above_ms` ends the trial early with the steps timed so far.
-    `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
+    `measure_s` still hold). If steps take longer than `abandon_above_ms`, the trial ends after the first ones, or in
+    its warm-up. `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
 
     With `in_loop` the user's training loop is timed: every step gets a new batch, from the workload's loader if there
     is one. Otherwise steps take the same sequence of `batches` on the device again and again. Processes that compile
@@ -73,7 +73,8 @@ class Measurement:
     `discarded` has one entry for each, its codes of disturbances joined by "+". `contaminated_by` holds the codes of
     the kept block: disturbances that came back in every repeat or were not repeated for lack of time, and states of
     the GPU under this very load, such as its power cap. `steady` is False if `warmup_s` ran out before the step time
-    was steady.
+    was steady. If it was `abandoned`, a step takes longer than the trial's limit and `step_ms` holds the few steps that
+    told so, perhaps the very first: a bound and no figure.
 
     Peaks cover the whole trial with warm-up and weights: on a GPU those of PyTorch's allocator, on a CPU the process's
     peak resident set for both. `losses` are those of the first steps from the initial weights, on the same batches for

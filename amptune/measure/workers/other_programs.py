@@ -25,12 +25,14 @@ SELDOM = 0.01
 class OtherPrograms:
     """A watch over the time that this process's CPU cores work for other programs, from when it is made.
 
-    Children of this process that ran before count as others, except the one that workers are forked from. Only Linux
-    counts what children used that have ended; elsewhere nothing is known of others.
+    Children of this process that ran before count as others, except the one that workers are forked from. Programs that
+    run under `nice` give way, and count only if this one does too. Only Linux counts what children used that have
+    ended; elsewhere nothing is known of others.
     """
 
     def __init__(self) -> None:
         self._ran_before = frozenset(psutil.Process().children()) if sys.platform == "linux" else frozenset()
+        self._is_nice = sys.platform == "linux" and psutil.Process().nice() > 0
         self._began_s, self._before_s = time.monotonic(), self._seconds()
 
     def busy_cores(self) -> int:
@@ -55,7 +57,8 @@ class OtherPrograms:
             mine = [one for root in self._roots() for one in (root, *root.children(recursive=True))]
         except (OSError, psutil.Error):
             return None
-        return sum(one.user + one.system for one in times) - sum(map(_seconds_of, [psutil.Process(), *mine]))
+        worked_s = sum(one.user + one.system + (one.nice if self._is_nice else 0.0) for one in times)
+        return worked_s - sum(map(_seconds_of, [psutil.Process(), *mine]))
 
     def _roots(self) -> list[psutil.Process]:
         """Returns amptune's own children."""

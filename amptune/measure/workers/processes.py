@@ -148,12 +148,11 @@ def _context() -> BaseContext:
 class Pending(Generic[T]):
     """The answer of a worker to one task, which may not have come yet."""
 
-    def __init__(self, process: WorkerProcess, future: Future[T], before: Future[Any], limit_s: float | None) -> None:
-        self._process, self._future, self._before, self._limit_s = process, future, before, limit_s
+    def __init__(self, process: WorkerProcess, future: Future[T], limit_s: float | None) -> None:
+        self._process, self._future, self._limit_s = process, future, limit_s
         self._kills_before = kernel_oom_kills()
-        self._begun_s = self.came_s = math.inf
-        """The moments when the process took the task, after the one `before`, and when the answer came: monotonic."""
-        before.add_done_callback(self._begun)
+        self._asked_s, self.came_s = time.monotonic(), math.inf
+        """The moments when the task was given, and when the answer came: monotonic."""
         future.add_done_callback(self._came)
 
     @property
@@ -182,14 +181,11 @@ class Pending(Generic[T]):
             return death_of("worker", code, process.log, self._kills_before)
 
     def _left_s(self) -> float | None:
-        """Waits until the process has taken the task; returns what is left of its limit, which pebble is not given.
+        """Returns what is left of the limit, the start of the process and what it did before included.
 
-        pebble counts by the system's clock, which may be set meanwhile.
+        pebble is not given it: that counts by the system's clock, which may be set meanwhile.
         """
-        if self._limit_s is None:
-            return None
-        wait([self._before], timeout=START_LIMIT_S)
-        return self._limit_s - max(0.0, time.monotonic() - self._begun_s)
+        return None if self._limit_s is None else max(0.0, self._asked_s + self._limit_s - time.monotonic())
 
     def give_up(self, limit_s: float) -> Failure:
         """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
@@ -197,9 +193,6 @@ class Pending(Generic[T]):
         process.stop()
         what = f"no answer within {limit_s:.0f} s: {process.activity}; the worker was replaced"
         return Failure(kind="timeout", message=f"{what}, its output is in {process.log}")
-
-    def _begun(self, _: Future[Any]) -> None:
-        self._begun_s = time.monotonic()
 
     def _came(self, _: Future[T]) -> None:
         self.came_s = time.monotonic()
@@ -217,7 +210,6 @@ class WorkerProcess:
         self._setting = setting
         self._pool: pebble.ProcessPool | None = None
         self._identity: Future[ProcessIdentity] = Future()
-        self._last: Future[Any] = self._identity
         self.activity: Activity | None = None
         """What the process that was started last is doing."""
 
@@ -249,8 +241,7 @@ class WorkerProcess:
                 self.stop()
                 if has_failed:
                     raise self.cannot_start(error) from error
-        before, self._last = self._last, future
-        return Pending(self, future, before, limit_s)
+        return Pending(self, future, limit_s)
 
     def cannot_start(self, error: BaseException) -> StudyError:
         why = first_line(error.__cause__ or error)
@@ -277,7 +268,7 @@ class WorkerProcess:
         if self._pool is None:
             return None
         try:
-            return self._identity.result(timeout=START_LIMIT_S)
+            return self._identity.result(timeout=END_LIMIT_S)
         except (FutureTimeoutError, CancelledError, BrokenProcessPool, pebble.ProcessExpired):
             return None
 
@@ -299,7 +290,7 @@ class WorkerProcess:
                 context=context,
             )
             try:
-                self._last = self._identity = self._pool.schedule(this_process)
+                self._identity = self._pool.schedule(this_process)
             except KeyboardInterrupt:  # its parent still imports: it would fork a process that finds nobody any more
                 if (server := fork_server()) is not None:
                     os.kill(server, signal.SIGKILL)

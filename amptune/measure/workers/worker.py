@@ -56,12 +56,14 @@ T = TypeVar("T")
 class Reply:
     """An outcome, and whether its process is unusable from now on (a sticky CUDA error, or a group with a failed rank).
 
-    In the `pauses`, the processes that compiled beside the trial stood still.
+    In the `pauses`, the processes that compiled beside the trial stood still. `lasting` are the codes of disturbances
+    that are always there.
     """
 
     outcome: Outcome
     broken: bool = False
     pauses: tuple[Pause, ...] = ()
+    lasting: frozenset[str] = frozenset()
 
 
 # Just enough steps to compile a policy's graphs.
@@ -200,10 +202,13 @@ def import_compiler() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
 
-def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = ()) -> Reply:
+def measure(
+    policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = (), lasting: frozenset[str] = frozenset()
+) -> Reply:
     """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed, unless it says no.
 
-    A bench that cannot be built, or be restored after a CUDA error, also gives a failure.
+    No block is repeated for disturbances that another worker has found `lasting`. A bench that cannot be built, or be
+    restored after a CUDA error, also gives a failure.
     """
     from amptune.measure.bench.failures import cuda_is_broken, failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
@@ -212,6 +217,7 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
     stillness = Stillness(beside, go_on=effort.beside_compiling)
     try:
         bench = _bench()
+        bench.lasting |= lasting
         if effort.in_loop:
             outcome = measure_in_loop(bench, policy, effort, stillness)
         else:
@@ -219,9 +225,10 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
         keep_artifacts(policy, outcome, bench.device, _State.setting.artifacts)
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
-        return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses))
+        return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses), lasting=lasting)
     is_lost = _State.followers is not None and isinstance(outcome, Failure)
-    return Reply(outcome=outcome, broken=is_lost or cuda_is_broken(), pauses=tuple(stillness.pauses))
+    is_broken, pauses = is_lost or cuda_is_broken(), tuple(stillness.pauses)
+    return Reply(outcome=outcome, broken=is_broken, pauses=pauses, lasting=bench.lasting)
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:

@@ -35,7 +35,7 @@ from amptune.measure.bench.step_timing import (
 )
 from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement, outcome_from_dict, outcome_to_dict
-from amptune.policy.settings import STOCK
+from amptune.policy.settings import STOCK, Policy
 
 EFFORT = Effort(warmup_s=5.0, measure_s=0.5, precision=0.02, min_steps=5, max_steps=200, time_limit_s=1000.0)
 WHOLE = replace(EFFORT, precision=-1.0)  # a block of half a second, however precise its mean
@@ -89,8 +89,9 @@ def test_a_figure_is_all_steps_of_the_last_block_and_no_other(
         expected += [clock.step_ms(n) for n in range(at + lead, at + count)]
         at += count
     assert list(kept.step_ms) == expected
-    assert at == clock.steps == sample.steps
-    assert sample.discarded == ("hw-thermal",) * min(disturbed, MAX_REPEATS) == ("hw-thermal",) * (len(begun) - 1)
+    assert at == clock.steps
+    repeats = min(disturbed, MAX_REPEATS) if sum(map(clock.step_ms, range(at))) <= 1000 * seconds else len(begun) - 1
+    assert sample.discarded == ("hw-thermal",) * repeats == ("hw-thermal",) * (len(begun) - 1)
     assert min(least, most) <= len(expected) <= most
     precise = mean_half_width(expected) <= precision
     assert precise or len(expected) == most or sum(expected) >= 1000 * seconds
@@ -171,6 +172,9 @@ class World:
         assert self._blocks == []
         return sample.discarded, sample.kept.contaminated_by
 
+    def warmed_up(self) -> WarmUp:
+        return self._timer.warm_up(lambda: None, 100.0, EFFORT)
+
 
 @pytest.mark.parametrize(
     "trials",
@@ -191,12 +195,17 @@ class World:
         # Three causes in turn use up the repeats; none of them was in every block.
         [
             (("hw-thermal", "sw-thermal", "power-brake"), ("hw-thermal", "sw-thermal"), "power-brake"),
-            (("power-brake",) * 3, ("power-brake",) * 2, "power-brake"),
+            (("power-brake",) * 2, ("power-brake",), "power-brake"),  # now it was
         ],
-        # A program that ended is noticed when it, or another, comes back.
+        # A program that has ended is noticed when it, or another, comes back; one that only rests is always there.
         *(
-            [((code,) * 3, (code,) * 2, code), ((code,), (), code), (("",), (), ""), ((code, ""), (code,), "")]
+            [((code,) * 3, (code,) * 2, code), *[(("",), (), "")] * quiet, again]
             for code in ("foreign-process", "host-load")
+            for quiet, again in (
+                (0, ((code,), (), code)),
+                (MAX_REPEATS, ((code,), (), code)),
+                (MAX_REPEATS + 1, ((code, ""), (code,), "")),
+            )
         ),
         # It leaves other lasting disturbances known.
         [
@@ -213,14 +222,17 @@ def test_blocks_are_repeated_for_what_disturbs_them_and_neither_lasts_nor_is_the
         assert world.trial(*blocks) == (discarded, tuple(kept.split()))
 
 
-def test_no_block_is_repeated_that_paid_for_new_graphs_or_when_the_time_limit_is_near() -> None:
+def test_no_block_is_repeated_that_paid_for_new_graphs_or_takes_long_or_when_the_time_limit_is_near() -> None:
     """The next block would find graphs recorded, and training pays for them."""
     assert World().trial("hw-thermal", prepared=1) == ((), ("hw-thermal",))
     assert World().trial("hw-thermal", effort=replace(EFFORT, beside_compiling=True)) == ((), ("hw-thermal",))
-    # The second block ends at 0.2 s; a third would end after half of the limit. It has not been shown to stay.
+    # The second block ends at 0.2 s; a third would end after half of the limit. The next trial's shows that it stays.
     world, near = World(), replace(EFFORT, time_limit_s=0.5)
     assert world.trial("sw-thermal", "sw-thermal", effort=near) == (("sw-thermal",), ("sw-thermal",))
-    assert world.trial(*["sw-thermal"] * 3)[0] == ("sw-thermal",) * MAX_REPEATS
+    assert world.trial("sw-thermal")[0] == ()
+    slow = World()
+    slow.clock.step_ms = lambda _: 301.0  # five steps take longer than all blocks of a trial are meant to
+    assert slow.trial("hw-thermal") == ((), ("hw-thermal",))
     without_nvml = World(nvml=False)
     assert without_nvml.trial("hw-thermal foreign-process host-load", "")[0] == ("host-load",)
 
@@ -247,7 +259,7 @@ def test_what_compiles_stands_still_for_each_block_and_the_gpu_finishes_its_work
     sample = sampled(clock, WHOLE, nvml, stillness=stillness)
     assert stillness.at == [0, 60, 60, 120]  # twice, as the first block is disturbed: a stretch, then the block
     assert (sample.discarded, sample.kept.contaminated_by) == (("hw-thermal",), ())
-    assert (len(sample.kept.step_ms), sample.kept.untimed, sample.steps) == (50, 10, 120)
+    assert len(sample.kept.step_ms) == 50
     assert sample.kept.step_j == pytest.approx(10.0)
 
 
@@ -317,17 +329,113 @@ def test_a_measurement_carries_what_the_instruments_said_and_does_without_them(h
     assert outcome.host_delay == pytest.approx(0.05)
 
 
-def test_a_trial_says_whether_it_became_steady_was_given_up_or_is_slow(host: ScriptedHost) -> None:
+def test_a_trial_says_whether_it_became_steady_or_is_slow(host: ScriptedHost) -> None:
     host.clock.step_ms = lambda n: 100.0 * 0.99**n
     outcome = measured(replace(EFFORT, warmup_s=1.0))
     assert not outcome.steady
     assert 1.0 <= outcome.warmup_s < 1.2
-    host.clock.step_ms = lambda _: 300.0
-    outcome = measured(replace(EFFORT, abandon_above_ms=200.0), ScriptedNvml(reasons=POWER_CAP))
-    assert (outcome.abandoned, outcome.steady) == (True, False)  # a glance, and no repeats
-    assert (len(outcome.step_ms), outcome.discarded, outcome.contaminated_by) == (2, (), ("power-cap",))
     host.clock.step_ms = lambda _: 1500.0
     assert len(measured().losses) == 3
+
+
+class Slow(nn.Linear):
+    """Its first forward pass that trains takes so long on a scripted clock."""
+
+    def __init__(self, host: ScriptedHost, seconds: float) -> None:
+        super().__init__(8, 2)
+        self.host, self.seconds = host, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.host.clock.wait(self.seconds)
+        self.seconds = 0.0
+        return super().forward(x)
+
+
+LIMITED = replace(EFFORT, abandon_above_ms=200.0)
+
+
+@pytest.mark.parametrize(
+    ("first_s", "step_ms", "policy", "steps", "losses"),
+    [
+        (6.0, lambda _: 300.0, STOCK, 1, 1),  # no kernel loads for so long
+        (4.0, lambda _: 6000.0, STOCK, 2, 2),
+        (4.0, lambda n: (1300.0, 500.0)[n % 2], STOCK, 3, 3),
+        (6.0, lambda _: 500.0, Policy(cudnn_benchmark=True), 5, 5),  # the first ones search
+        (0.0, lambda _: 300.0, STOCK, 7, 5),  # just above: two more without what disturbs
+    ],
+)
+def test_a_lost_trial_ends_after_as_few_steps_as_show_it(
+    host: ScriptedHost, first_s: float, step_ms: StepMs, policy: Policy, steps: int, losses: int
+) -> None:
+    host.clock.step_ms = step_ms
+    bench = Bench(workload_of(lambda: Slow(host, first_s)), CPU)
+    lost = bench.measure(policy, LIMITED)
+    assert isinstance(lost, Measurement), lost
+    assert (lost.abandoned, lost.steady, lost.discarded) == (True, False, ())
+    assert (1 + host.clock.steps, len(lost.losses)) == (steps, losses)
+    assert min(lost.step_ms) > 200.0
+    assert lost.gradient_norm is not None
+    host.clock.steps = 0
+    unlimited = bench.measure(policy, EFFORT)
+    assert isinstance(unlimited, Measurement)
+    assert not unlimited.abandoned
+
+
+@pytest.mark.parametrize(
+    "step_ms",
+    [
+        lambda n: 900.0 if n == 0 else 10.0,  # the second step collects garbage
+        lambda n: 900.0 if n % 2 else 190.0,  # batches differ
+        lambda n: 300.0 if n < 4 else 10.0,  # what disturbed it has ended when it is looked at again
+    ],
+)
+def test_no_trial_ends_for_steps_that_are_slow_once(host: ScriptedHost, step_ms: StepMs) -> None:
+    host.clock.step_ms = step_ms
+    assert not measured(LIMITED).abandoned
+
+
+def test_a_program_that_just_began_ends_no_trial_unless_steps_are_far_behind(host: ScriptedHost) -> None:
+    host.clock.step_ms, host.delay = lambda _: 300.0, lambda: 0.5
+    assert not measured(LIMITED).abandoned
+    host.clock.step_ms = lambda _: 700.0
+    assert measured(LIMITED).abandoned
+
+
+@pytest.mark.parametrize(("quiet", "lost"), [(True, True), (False, False)])
+def test_steps_just_behind_are_looked_at_again_in_stillness_and_on_their_own_batches(quiet: bool, lost: bool) -> None:
+    clock, begun = ScriptedClock(lambda _: 300.0), list[int]()
+    stillness = ScriptedStillness(clock, quiet=quiet)
+    around = Surroundings(begin=lambda: begun.append(clock.steps), stillness=stillness)
+    found = sampler(clock).bound(lambda: None, [300.0] * 2, LIMITED, around)
+    assert (found is not None, begun, len(stillness.at)) == (lost, [], 2)
+
+
+def test_warm_up_ends_at_steps_that_are_all_behind_unless_graphs_come_in_them() -> None:
+    clock = ScriptedClock(lambda n: 10.0 if n < 12 else 300.0 + 100.0 * (n % 2))
+    warm = warmed_up(clock, LIMITED)
+    assert (warm.behind_ms, warm.steps) == ((300.0, 400.0), 22)
+    clock = ScriptedClock(lambda n: 300.0 + 100.0 * (n % 2))
+    assert warmed_up(clock, LIMITED, prepared=lambda: clock.steps).behind_ms == ()
+
+
+def test_a_policy_that_falls_behind_in_its_warm_up_is_timed_no_further(host: ScriptedHost) -> None:
+    host.clock.step_ms = lambda n: 10.0 if n < 12 else 700.0
+    outcome = measured(LIMITED)
+    assert (outcome.abandoned, len(outcome.losses)) == (True, 8)
+    assert set(outcome.step_ms) == {700.0}
+    assert host.clock.steps < 40
+
+
+def test_warm_up_beside_programs_that_are_always_there_ends_when_it_can_tell_no_more() -> None:
+    world = World()
+    noisy = random.Random(0)
+    world.clock.step_ms = lambda _: noisy.uniform(90.0, 115.0)
+    quiet = world.warmed_up()
+    for _ in range(MAX_REPEATS + 1):
+        world.trial(*["host-load"] * (1 if _ else MAX_REPEATS + 1))
+    beside = world.warmed_up()
+    assert beside.steps < quiet.steps == pytest.approx(50, abs=3)
+    assert not beside.steady
 
 
 FIGURE, SHARE = st.floats(1e-3, 1e9), st.floats(0.0, 1.0)

@@ -23,6 +23,7 @@ from amptune.errors import TargetError, UserCodeError
 from amptune.measure.bench import clocks
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop.feed import Epochs, LoaderFeed
+from amptune.measure.loop.input_checks import require_sound_input
 from amptune.measure.loop.own_loop import measure_in_loop
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement
 from amptune.measure.workers import worker
@@ -122,7 +123,8 @@ class Raising(Dataset[torch.Tensor]):
 
 
 def feed_of(**parts: object) -> LoaderFeed:
-    return LoaderFeed(workload_of(**parts), BATCH, CPU, clocks.stopwatch_for(CPU))
+    workload = workload_of(**parts)
+    return LoaderFeed(workload, BATCH, CPU, clocks.stopwatch_for(CPU), [workload.batch(BATCH)])
 
 
 @FORKS
@@ -133,6 +135,24 @@ def test_what_the_users_loader_raises_is_told_with_its_place() -> None:
         next(fed)
     assert "test_own_loop.py" in str(caught.value)
     assert all_processes_end()
+
+
+def test_a_batch_is_drawn_once_to_know_the_size_of_a_loaders() -> None:
+    """Drawing one may take seconds."""
+    drawn: list[int] = []
+
+    def batch(n: int) -> torch.Tensor:
+        drawn.append(n)
+        return torch.randn(n, 8)
+
+    bench = Bench(workload_of(batch=batch, loader=lambda n: DataLoader(dataset(8 * n), n, collate_fn=_collated)), CPU)
+    bench.drawn.sequence(BATCH)
+    before = len(drawn)
+    require_sound_input(bench)
+    assert len(drawn) == before
+    for _ in range(2):
+        assert isinstance(measure_in_loop(bench, STOCK, TURN), Measurement)
+    assert len(drawn) <= before + 1
 
 
 ONCE = iter([torch.ones(BATCH, 8)] * 2)

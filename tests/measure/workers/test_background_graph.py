@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def graph(limit_s: float = 1000.0) -> tuple[BackgroundGraph, Mock, Future[Any]]:
     """It compiles in a worker that answers when it is told to."""
     process, future = Mock(), Future[Any]()
-    process.begin = Mock(side_effect=lambda limit_s, *_: Pending(process, future, Future(), limit_s))
+    process.begin = Mock(side_effect=lambda limit_s, *_: Pending(process, future, limit_s))
     return BackgroundGraph(process, Policy(compile="default"), 1, limit_s), process, future
 
 

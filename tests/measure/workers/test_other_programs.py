@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import misbehaving
@@ -43,6 +44,18 @@ def test_a_process_that_ran_before_is_another_program_and_one_that_one_starts_is
         finally:
             process.kill()
     assert 0.5 * used_s < apart_s < 1.5 * used_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others are counted on Linux alone")
+@pytest.mark.parametrize("nice", [0, 10])
+def test_programs_under_nice_count_only_if_this_one_is_too(nice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own time stands in what the kernel counts for them then, and would be taken off another sum."""
+    times = [SimpleNamespace(user=10.0, system=5.0, nice=100.0)] * (psutil.cpu_count() or 1)
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: times)  # noqa: ARG005
+    monkeypatch.setattr(psutil.Process, "nice", lambda _: nice)
+    monkeypatch.setattr(other_programs, "_seconds_of", lambda _: 0.0)
+    monkeypatch.setattr(other_programs, "cores_of_this_process", lambda: [0])
+    assert counted_by(OtherPrograms()) == (115.0 if nice else 15.0)
 
 
 @pytest.mark.parametrize(
