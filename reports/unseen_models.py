@@ -236,7 +236,8 @@ class Crossed(nn.Module):
         x = self.skip(x) + self.convs[1](F.silu(self.norms[1](hidden)))
         places = x.flatten(2).transpose(1, 2)
         read = self.read(self.norms[2](places), words, words, need_weights=False)[0]
-        return (places + read).transpose(1, 2).view_as(x)
+        picture: Tensor = (places + read).transpose(1, 2).view_as(x)
+        return picture
 
 
 class TextToPicture(nn.Module):
