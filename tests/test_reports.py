@@ -11,7 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "reports"))  # programs, no package
 
-import foreign_table
+import unseen_table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REPORTS = REPOSITORY / "reports"
@@ -41,15 +41,15 @@ IN_README = {
 def test_the_readmes_table_has_the_step_times_of_models_that_amptune_was_not_developed_with() -> None:
     ratios: dict[str, list[float]] = {"recipe": [], "pytorch-autotune": []}
     for name, model in IN_README.items():
-        evidence = foreign_table.Evidence(REPORTS / "h100" / "foreign" / f"{model}.jsonl")
+        evidence = unseen_table.Evidence(REPORTS / "h100" / "foreign" / f"{model}.jsonl")
         shown = [float(cell.strip(" *")) for cell in README.partition(f"| {name},")[2].split("|")[1:5]]
-        launches = foreign_table.times_of(evidence, 120.0)
+        launches = unseen_table.times_of(evidence, 120.0)
         times = {arm: statistics.geometric_mean(ms.values()) for arm, ms in launches.items()}
         recipe = min(times["amp bf16"], times["amp fp16"])
         autotune = min(times["pytorch-autotune"], times["its own step"])
         assert shown == [float(f"{ms:.3g}") for ms in (times["stock"], recipe, autotune, times["amptune"])]
         for over, found in ratios.items():
-            ratio = foreign_table.speed_over(evidence, 120.0, over)
+            ratio = unseen_table.speed_over(evidence, 120.0, over)
             assert ratio is not None
             found.append(ratio.value)
     over_recipe, over_autotune = (f"{statistics.geometric_mean(found):.1f} times" for found in ratios.values())
