@@ -61,8 +61,8 @@ def replayed(each: int, progress: Path) -> list[Row]:
     from frozen.decisions import VARIANTS, Case
     from simulated.landscape import WORKLOADS
 
-    done = [json.loads(line) for line in progress.read_text().splitlines()] if progress.exists() else []
-    known = {row["seed"]: row for row in done}
+    lines = progress.read_text().splitlines() if progress.exists() else []
+    known = {row["seed"]: row for row in map(json.loads, lines)}
     variants, rows = list(VARIANTS), []
     for number in range(each * len(BUDGETS_S)):
         of, seed = number // len(BUDGETS_S), FIRST_SEED + number
@@ -71,8 +71,7 @@ def replayed(each: int, progress: Path) -> list[Row]:
             workload, objective = WORKLOADS[of % len(WORKLOADS)], OBJECTIVES[of % len(OBJECTIVES)]
             budget_s = BUDGETS_S[number % len(BUDGETS_S)]
             case = Case(workload=workload, seed=seed, budget_s=budget_s, objective=objective, variant=variant)
-            known[seed] = replay(case)
-            append(progress, known[seed])
+            append(progress, known.setdefault(seed, replay(case)))
         rows.append(known[seed])
     return rows
 
@@ -126,8 +125,7 @@ def _summary(rows: Sequence[Row]) -> dict[str, float | None]:
         "inside": _share(sum(row["true_gain"] <= row["gain"][2] for row in true), len(claims)),
         "confirmed and true": _share(*(sum(not row["provisional"] for row in some) for some in (true, claims))),
         "provisional": _share(sum(row["provisional"] for row in rows), len(rows)),
-        "trials": statistics.fmean(row["trials"] for row in rows),
-        "seconds": statistics.fmean(row["seconds"] for row in rows),
+        **{name: statistics.fmean(row[name] for row in rows) for name in ("trials", "seconds")},
         **{f"asked to {kind}": count / len(rows) for kind, count in sorted(asked.items())},
     }
     return {name: None if value is None else round(value, 4) for name, value in found.items()}

@@ -311,7 +311,9 @@ def table() -> Workload:
     batch = lambda n: (torch.randn(n, 96), torch.randn(n))  # noqa: E731
     loss = lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1])  # noqa: E731
     loader = partial(in_memory, batch=batch)
-    return Workload(name="table", model=Columns, batch=batch, loader=loader, loss=loss, optimizer=adamw, batch_size=512)
+    return Workload(
+        name="table", model=Columns, batch=batch, loader=loader, loss=loss, optimizer=adamw, batch_size=1024
+    )
 
 
 def molecules() -> Workload:
