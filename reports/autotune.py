@@ -1,7 +1,13 @@
-"""pytorch-autotune 2.0.0 beside amptune, for the programs here: run alone, given a workload, its answer as a policy."""
+"""pytorch-autotune 2.0.0 beside amptune, for the programs here: run alone, given a workload, its answer as a policy.
+
+pip install pytorch-autotune==2.0.0
+python reports/autotune.py TARGET --budget 120 --out answer.json
+"""
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import os
 import signal
@@ -90,8 +96,8 @@ def policy_of_autotune(config: Mapping[str, Any], *, fused: bool) -> Policy:
 class Bridged:
     """A workload as pytorch-autotune takes it: a model, an example batch and a loss of the model's output.
 
-    A batch that is a dict goes to the model as it is, since the output then has the loss. Of any other batch, the one
-    tensor with which the workload's loss calls its model does.
+    A batch that is a dict goes to the model as it is, since the output then has the loss. Of any other batch, the
+    arguments do with which the workload's loss calls its model: one tensor, or several by their names.
     """
 
     def __init__(self, workload: Workload, batch: Any) -> None:
@@ -137,13 +143,18 @@ class Bridged:
 
         self._batch = batch
         given = self._given()
-        if result.config.channels_last:
+        if result.config.channels_last:  # it chooses that for one tensor alone
             given = given.to(memory_format=torch.channels_last)
         loss: torch.Tensor = result.step(given)
         return loss
 
     def _given(self) -> Any:
-        return self._batch if isinstance(self._batch, dict) else what_the_model_is_given(self._workload, self._batch)
+        if isinstance(self._batch, dict):
+            return self._batch
+        args, kwargs = arguments_of_the_model(self._workload, self._batch)
+        if len(args) == 1 and not kwargs and hasattr(args[0], "to") and hasattr(args[0], "dim"):
+            return args[0]
+        return dict(inspect.signature(self._model.forward).bind(*args, **kwargs).arguments)
 
     def _loss(self) -> Callable[[Any], torch.Tensor] | None:
         if isinstance(self._batch, dict):
@@ -155,25 +166,25 @@ class _Seen(Exception):  # noqa: N818  # no error: the way out of a loss functio
     """Carries what a model was called with."""
 
 
-def what_the_model_is_given(workload: Workload, batch: Any) -> torch.Tensor:
-    """The one tensor with which the workload's loss calls its model. Raises `AmptuneError` for another signature."""
-    import torch
+def arguments_of_the_model(workload: Workload, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what the workload's loss calls its model with. Raises `AmptuneError` for a step of its own."""
 
     def look(*args: Any, **kwargs: Any) -> None:
         raise _Seen(args, kwargs)
 
+    if workload.loss is None:
+        raise AmptuneError(f"{workload.name}: pytorch-autotune takes no step of one's own")
     try:
-        workload.loss(look, batch)  # type: ignore[misc,arg-type]
+        workload.loss(look, batch)  # type: ignore[arg-type]  # no module
     except _Seen as seen:
         args, kwargs = seen.args
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-            return args[0]
-    raise AmptuneError(f"{workload.name}: its model does not take one tensor, for which no bridge is built here")
+        return args, kwargs
+    raise AmptuneError(f"{workload.name}: its loss does not call its model")
 
 
 def loss_behind(workload: Workload, output: Any, batch: Any) -> torch.Tensor:
     """The workload's loss where the model has been run already."""
-    return workload.loss(lambda *_: output, batch)  # type: ignore[misc,arg-type]
+    return workload.loss(lambda *_, **__: output, batch)  # type: ignore[misc,arg-type]
 
 
 def optimizer_of(workload: Workload, model: torch.nn.Module) -> tuple[str | Callable[[Any], Any], float]:
@@ -189,3 +200,36 @@ def optimizer_of(workload: Workload, model: torch.nn.Module) -> tuple[str | Call
     if type(built) is torch.optim.AdamW and built.defaults == own.defaults:
         return "adamw", rate
     return lambda _: workload.optimizer(model), rate
+
+
+def main() -> None:
+    """Tunes a target in this process; each trial is printed as it ends, and the answer is written."""
+    import torch
+    from plain_loop import batches, device_or_default  # beside this program
+
+    from amptune.workload.targets import load_workload, parse_target
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("--budget", type=float, default=120.0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default=None)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    device = device_or_default(arguments.device)
+    workload = load_workload(parse_target(arguments.target))
+    bridged = Bridged(workload, next(batches(workload, device)))
+    started_s = time.monotonic()
+    result = bridged.search(arguments.budget, device)
+    found = {
+        "search_s": round(time.monotonic() - started_s, 1),
+        "config": result.config.to_dict(),
+        "fused": bool(result.optimizer.defaults.get("fused")),
+        "fuses": bridged.fuses,
+        "report": result.report.to_dict(),
+    }
+    arguments.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

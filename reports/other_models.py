@@ -1,7 +1,7 @@
 """Twelve more kinds of training that amptune was not developed with, as targets; most are written out in PyTorch.
 
     amptune tune reports/other_models.py:diffusion --budget 60s
-    python reports/foreign.py reports/other_models.py:gan reports/other_models.py:lstm --budget 60 --out OUT
+    python reports/unseen.py reports/other_models.py:gan reports/other_models.py:lstm --budget 60 --out OUT
 
 They were chosen before anything was measured. Weights are random, data is synthetic. Libraries are imported when a
 model is built.

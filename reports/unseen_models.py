@@ -9,7 +9,7 @@ when the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,11 @@ def _of_transformers(kind: str, task: str, **sizes: Any) -> nn.Module:
 
     model: nn.Module = getattr(transformers, kind + task)(getattr(transformers, f"{kind}Config")(**sizes))
     return model
+
+
+def _held(batch: Callable[[int], Any], batch_size: int) -> list[Any]:
+    """Returns batches that were drawn once, for those whose samples are no rows of a tensor."""
+    return [batch(batch_size) for _ in range(8)] * 8
 
 
 # --- text and sound ---------------------------------------------------------------------------------------------------
@@ -179,7 +184,8 @@ def video() -> Workload:
 
     batch = lambda n: (torch.randn(n, 3, 16, 224, 224), torch.randint(400, (n,)))  # noqa: E731
     loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
-    return Workload(name="video", model=model, batch=batch, loss=loss, optimizer=adamw, batch_size=4)
+    loader = partial(in_memory, batch=batch)
+    return Workload(name="video", model=model, batch=batch, loader=loader, loss=loss, optimizer=adamw, batch_size=4)
 
 
 def detector() -> Workload:
@@ -206,7 +212,8 @@ def detector() -> Workload:
         losses: dict[str, Tensor] = model(*batch)
         return torch.stack(list(losses.values())).sum()
 
-    return Workload(name="detector", model=model, batch=batch, loss=loss, optimizer=sgd, batch_size=8)
+    loader = partial(_held, batch)
+    return Workload(name="detector", model=model, batch=batch, loader=loader, loss=loss, optimizer=sgd, batch_size=8)
 
 
 def many_resolutions() -> Workload:
@@ -236,7 +243,8 @@ class Crossed(nn.Module):
         x = self.skip(x) + self.convs[1](F.silu(self.norms[1](hidden)))
         places = x.flatten(2).transpose(1, 2)
         read = self.read(self.norms[2](places), words, words, need_weights=False)[0]
-        return (places + read).transpose(1, 2).view_as(x)
+        picture: Tensor = (places + read).transpose(1, 2).view_as(x)
+        return picture
 
 
 class TextToPicture(nn.Module):
@@ -303,7 +311,9 @@ def table() -> Workload:
     batch = lambda n: (torch.randn(n, 96), torch.randn(n))  # noqa: E731
     loss = lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1])  # noqa: E731
     loader = partial(in_memory, batch=batch)
-    return Workload(name="table", model=Columns, batch=batch, loader=loader, loss=loss, optimizer=adamw, batch_size=512)
+    return Workload(
+        name="table", model=Columns, batch=batch, loader=loader, loss=loss, optimizer=adamw, batch_size=1024
+    )
 
 
 def molecules() -> Workload:
@@ -342,7 +352,10 @@ def molecules() -> Workload:
         return Batch.from_data_list([molecule() for _ in range(n)])
 
     loss = lambda model, batch: F.l1_loss(model(batch).float(), batch.y)  # noqa: E731
-    return Workload(name="molecules", model=model, batch=batch, loss=loss, optimizer=adamw, batch_size=256)
+    loader = partial(_held, batch)
+    return Workload(
+        name="molecules", model=model, batch=batch, loader=loader, loss=loss, optimizer=adamw, batch_size=256
+    )
 
 
 def _mlp(width: int) -> nn.Sequential:
