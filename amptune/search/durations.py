@@ -100,8 +100,10 @@ class Durations:
 
     def remaining_s(self, policy: Policy) -> float:
         """Returns the seconds until a graph that compiles is ready; less than 0 if it is overdue."""
-        return self.compile_s(policy) + self.state.rounds.start_s / 2 - (
-            self.state.spent_s - self.state.graphs.begun[policy]
+        return (
+            self.compile_s(policy)
+            + self.state.rounds.start_s / 2
+            - (self.state.spent_s - self.state.graphs.begun[policy])
         )
 
     def judge_s(self, policy: Policy) -> float:

@@ -188,9 +188,7 @@ def _round(state: State, at: Durations) -> Job | None:
     if chosen is None:
         return None
     seconds = at.round_s(chosen.policies, chosen.fresh)
-    return Job(
-        kind="comparison", policies=chosen.policies, seconds=seconds, limit_s=state.left_s, fresh=chosen.fresh
-    )
+    return Job(kind="comparison", policies=chosen.policies, seconds=seconds, limit_s=state.left_s, fresh=chosen.fresh)
 
 
 def _winner(state: State, at: Durations) -> Job | None:

@@ -243,9 +243,7 @@ class Performer:
         verdict = state.verdict
         leader = None if verdict is None or verdict.leader is None else verdict.leader.policy
         if not set(policies) <= set(rounds.costs_s):
-            self.observer(
-                ComparisonStarted(stage="comparison", policies=policies, left_s=budget.left_s, leader=leader)
-            )
+            self.observer(ComparisonStarted(stage="comparison", policies=policies, left_s=budget.left_s, leader=leader))
         measurer.in_loop = verdict is None or not verdict.waits_for_data
         steps_ms = {one: ms for one in policies if (ms := state.step_ms(one)) is not None}
         before_s = budget.spent_s

@@ -15,7 +15,6 @@ from amptune.search.state import State
 __all__ = ["candidates_of", "modules_to_time", "refinements_of", "sensed_as"]
 
 
-
 def sensed_as(state: State, memory_format: str) -> tuple[str, Policy]:
     """Returns the name and the policy that modules are timed under, for a memory format."""
     gpu, space = state.prepared.hardware.gpu, state.candidates.space

@@ -16,6 +16,7 @@ from amptune.policy.settings import STOCK, amp_recipe
 from amptune.report.live_display import LiveDisplay, Standing, standing_after
 from amptune.report.progress import progress_for
 from amptune.search.events import ContenderMeasured, Event, JobStarted, SearchEnded, TrialEnded, WorkerSaid
+from amptune.search.job import Job
 from amptune.search.plan.budget import Budget
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
@@ -42,7 +43,7 @@ def test_trials_are_counted_the_best_is_held_against_the_baseline_and_what_is_tr
     assert standing.leading == "best trial so far: bf16"
     assert after(ended(BASELINE, BASELINE)).leading == "best trial so far: the baseline"
     assert Standing().leading == Standing().trials == ""
-    trying = JobStarted(job=Job(kind="trial", policies=(BF16,), seconds=1.0, limit_s=9.0))
+    trying = JobStarted(job=Job(kind="trial", policies=(amp_recipe("bf16"),), seconds=1.0, limit_s=9.0))
     assert after(trying).doing == "measuring bf16"
     compared = ContenderMeasured(stage="comparison", launch=1, policy=FAST.policy, outcome=FAST.outcome)
     assert after(trying, compared).doing == "comparison, launch 2: bf16"
