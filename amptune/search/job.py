@@ -1,4 +1,4 @@
-"""A job: one thing that a tuning run does next, with the policies that it is about; or the answer, when none is left."""
+"""A job: what a tuning run does next, with the policies that it is about; or the answer, when nothing is left."""
 
 from __future__ import annotations
 

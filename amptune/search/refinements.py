@@ -59,9 +59,10 @@ def refinements_of(state: State) -> Iterator[Policy]:
             if saves_ms[depth] >= WORTH_TRYING * step_ms:
                 rules = tuple(dict.fromkeys([*needed, *ladder.rules(depth, dtype, layout)]))
                 yield replace(leader, fp32_modules=rules, fp32_math=timed_under.fp32_math)
-    if ladder.half and not leader.half_modules and True in state.candidates.space.choices(IN_HALF):
-        if ladder.half_saves.get((dtype, layout), 0.0) >= WORTH_TRYING * step_ms:
-            yield replace(leader, half_modules=ladder.half)
+    saved_ms = ladder.half_saves.get((dtype, layout), 0.0)
+    may = not leader.half_modules and True in state.candidates.space.choices(IN_HALF)
+    if ladder.half and may and saved_ms >= WORTH_TRYING * step_ms:
+        yield replace(leader, half_modules=ladder.half)
     if (sensed := state.sensed.get(name)) is not None:
         is_own_batch = leader.batch_size in (None, state.prepared.subject.batch_size)
         of_islands = islands_refinement(

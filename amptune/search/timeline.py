@@ -1,4 +1,4 @@
-"""The timeline: which job a run did when, in plain data, and what it knew then, so that each choice can be made again."""
+"""The timeline: which job a run did when, in plain data, and what it knew then: each choice can be made again."""
 
 from __future__ import annotations
 
