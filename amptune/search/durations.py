@@ -28,6 +28,8 @@ GUESSED_TRIAL_S, BENCHMARK_S, AUTOTUNE_S = 3.0, 10.0, 300.0
 # (155) 25 to 35, SE-ResNeXt50 (235) 40, DeepLabV3+ (334) 54 to 70, DenseNet-161 (489) 91 to 115, each compiled alone
 # (on H200s of several hosts; reports/h200/rivals). A graph twice as large takes more than twice as long.
 FIXED_S, LEAF_S, PAIR_OF_LEAVES_S = 10.0, 0.1, 0.0002
+# A host may need so many times as long: Swin-T's graph came after 91 s in place of 27 (reports/h100/foreign).
+SLOW_HOST = 4.0
 # Loading a graph from the compiler's cache takes this share of compiling it: 2.5 of 25 to 40 s for ResNet-50
 # (reports/h200/oracle). The gate compiles a graph anew for its batches, in so many times the seconds (BERT-base: 31
 # instead of 27).
@@ -60,6 +62,12 @@ class Durations:
         seen = any(trial.policy.cudnn_benchmark for trial in self._trials)
         seconds += BENCHMARK_S if policy.cudnn_benchmark and not seen else 0.0
         return seconds + self.compile_s(policy) + max(0.0, LEAST_STEPS * self._step_s(policy) - self.typical_s)
+
+    def longest_s(self, policy: Policy) -> float:
+        """Returns the seconds that a trial may take that compiles its own graph, on a host that may be slow."""
+        seconds, compile_s = self.trial_s(policy), self.compile_s(policy)
+        is_known = any(one.compile != "off" for one in self._startup_s)
+        return seconds if is_known else seconds + (SLOW_HOST - 1) * compile_s
 
     def _step_s(self, policy: Policy) -> float:
         """Returns the seconds of a step with another batch, at the leader's speed; 0 if that is unknown."""

@@ -20,6 +20,7 @@ from amptune.search.refinements import modules_to_time, refinements_of
 from amptune.search.sampler.proposals import Proposal, optimistic, proposals
 from amptune.search.space.knobs import FLOAT8
 from amptune.search.state import State
+from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.next_rows import next_round
 
 __all__ = ["BEHIND", "next_job"]
@@ -30,6 +31,8 @@ BEHIND = ("reduce-overhead", "default", "blocks")
 WORTHWHILE = 0.01 / 60
 # Where blocks of one policy differ by this much, a further trial tells nothing before leader and baseline took turns.
 NOISY = 0.1
+# So many trials come before that all the same.
+FEWEST_TRIALS = 4
 # Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
 BATCH_SIZES_SHARE = 1 / 8
 # Compiling is given up after this many compiled policies failed and none ran.
@@ -99,7 +102,12 @@ def _ready(state: State, at: Durations) -> Job | None:
 
 
 def _start(state: State, at: Durations) -> Job | None:
-    """The space's starting points, in its order, unless what is known says that they are behind the leader."""
+    """The space's starting points, in its order, unless what is known says that they are behind the leader.
+
+    Where blocks differ much, leader and baseline take turns once the first few were measured.
+    """
+    if len(state.history.trials) >= FEWEST_TRIALS and _is_noisy(state):
+        return None
     for policy in state.candidates.starts:
         if _is_in_background(policy, state) or not state.is_free(policy) or _is_broken(policy, state):
             continue
@@ -187,8 +195,10 @@ def _round(state: State, at: Durations) -> Job | None:
     )
     if chosen is None:
         return None
-    seconds = at.round_s(chosen.policies, chosen.fresh)
-    return Job(kind="comparison", policies=chosen.policies, seconds=seconds, limit_s=state.left_s, fresh=chosen.fresh)
+    alone = state.block_deviation > NOISY and verdict.confidence != "confirmed"
+    policies = chosen.policies[:2] if alone else chosen.policies
+    seconds = at.round_s(policies, chosen.fresh)
+    return Job(kind="comparison", policies=policies, seconds=seconds, limit_s=state.left_s, fresh=chosen.fresh)
 
 
 def _winner(state: State, at: Durations) -> Job | None:
@@ -227,7 +237,7 @@ PHASES: tuple[Callable[[State, Durations], Job | None], ...] = (
 def _trial(policy: Policy, state: State, at: Durations) -> Job | None:
     """Returns the trial of a policy, if there is time for it, and it is allowed beside the graphs that will come."""
     seconds = at.trial_s(policy)
-    if state.trials_left <= len(state.graphs.known) or _has_failed(state) or seconds > at.spare_s:
+    if state.trials_left <= len(state.graphs.known) or _has_failed(state) or at.longest_s(policy) > at.spare_s:
         return None
     return Job(kind="trial", policies=(policy,), seconds=seconds, limit_s=at.spare_s)
 
@@ -317,9 +327,8 @@ def _is_behind(policy: Policy, state: State) -> bool:
 
 
 def _is_noisy(state: State) -> bool:
-    """Returns True until leader and baseline took turns, where blocks of a policy differ much."""
-    verdict = state.verdict if len(state.history.trials) > 1 else None
-    return verdict is not None and state.rounds.count == 0 and verdict.speeds.block_deviation > NOISY
+    """Returns True until leader and baseline took turns in enough processes, where blocks of a policy differ much."""
+    return state.rounds.count < PROCESSES and state.block_deviation > NOISY
 
 
 def _why_nothing(state: State, at: Durations) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,6 +24,9 @@ from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict, verdict_of
 
 __all__ = ["Graphs", "Rounds", "State"]
+
+# Blocks that other programs disturb are thought to differ by so much.
+DISTURBED = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +140,23 @@ class State:
         """The verdict on all rows; None if the baseline was not measured, or failed."""
         machine = machine_of(self.prepared.hardware.device)
         return verdict_of(self.table, self.baseline, machine, self.request.objective, self.bar)
+
+    @cached_property
+    def block_deviation(self) -> float:
+        """How much blocks of one policy differ in this run, as a standard deviation on the logarithm.
+
+        Before any policy was measured twice, a block that other programs disturbed counts as `DISTURBED`.
+        """
+        own = [row for row in self.table if row.run == self.request.run and isinstance(row.outcome, Measurement)]
+        logs: dict[Policy, list[float]] = {}
+        for row in own:
+            if isinstance(row.outcome, Measurement) and not row.outcome.abandoned:
+                logs.setdefault(row.policy, []).append(math.log(row.outcome.mean_ms))
+        repeated = [some for some in logs.values() if len(some) > 1]
+        if not repeated:
+            return DISTURBED * sum(row.is_disturbed for row in own) / max(1, len(own))
+        squares = sum(statistics.pvariance(some) * len(some) for some in repeated)
+        return math.sqrt(squares / sum(len(some) - 1 for some in repeated))
 
     def bar(self, policy: Policy) -> str | None:
         """Returns why a policy cannot win; None if it can."""
