@@ -137,7 +137,6 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     _room: int = 0
     _batches: int | None = None
     _reference: Reference | Failure | None = None
-    _threads: int | None = None
     _others: OtherPrograms = field(default_factory=OtherPrograms)
     _lasting: frozenset[str] = frozenset()
 
@@ -146,15 +145,11 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         if isinstance(answer, Failure):
             raise NothingFeasibleError(f"the workload could not be built and run for one step: {answer}")
         self._has_gpu, self._batches = answer.hardware.gpu is not None, answer.batches
-        if not self._has_gpu:  # nothing compiles in the background
-            self._threads = self._others.threads_beside(answer.subject.threads)
-            stop_all(self._built)
-            self._built.clear()
-        if self._threads is None:
+        if self._has_gpu:
             return answer
-        for process in self._workers.values():
-            process.limit_threads(self._threads)
-        return answer.with_threads(self._threads)
+        stop_all(self._built)  # nothing compiles in the background
+        self._built.clear()
+        return answer.beside(self._others.busy_cores(), cores())
 
     def launch(self, policies: Sequence[Policy], limit_s: float = START_LIMIT_S) -> None:
         self._room = max(2, workers_that_fit(self.ranks))
@@ -303,4 +298,4 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     def _new(self) -> WorkerProcess:
         own = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
-        return WorkerProcess(replace(own, artifacts=self.artifacts, threads=self._threads, ranks=self.ranks))
+        return WorkerProcess(replace(own, artifacts=self.artifacts, ranks=self.ranks))

@@ -96,7 +96,7 @@ class Prepared:
     CPU, the available memory), or the user's limit. It is None if unknown. `start_s` is the time in seconds from the
     start of its process until the workload was built; another worker needs the same time. `batches` is the number of
     different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the
-    guard found in a step of the user's own, and that threads were left out. So many `devices` train together in a step
+    guard found in a step of the user's own, and that other programs run. So many `devices` train together in a step
     that is timed, by the workload's `own_parallel` or DistributedDataParallel. `most_samples` is the largest batch that
     the loader can give, all of its data, if that is known.
     """
@@ -112,14 +112,13 @@ class Prepared:
     own_parallel: bool = False
     most_samples: int | None = None
 
-    def with_threads(self, threads: int) -> Prepared:
-        """Returns these facts of workers that use so many threads: other programs keep the other cores busy."""
-        subject = replace(self.subject, threads=threads)
-        few = f"{threads} thread{'s' * (threads > 1)} instead of {self.subject.threads}"
+    def beside(self, busy: int, cores: int) -> Prepared:
+        """Returns these facts where other programs keep so many of the CPU's cores busy."""
+        if not busy or self.subject.threads <= cores - busy:
+            return self
         message = (
-            f"other programs keep CPU cores busy, so all was timed with {few}: each has a core of its own and waits "
-            f"for no other; `threads: {threads}` in the policy does the same in training, as long as they run"
+            f"other programs keep {busy} of {cores} CPU cores busy, so timings are uneven: stop them, or read the answer "
+            "as one that holds while they run, fewer threads above all"
         )
-        figures = {"threads": threads, "usual": self.subject.threads}
-        found = Finding(code="busy-cpu", message=message, figures=figures)
-        return replace(self, subject=subject, noticed=(*self.noticed, found))
+        found = Finding(code="busy-cpu", message=message, figures={"busy": busy, "cores": cores})
+        return replace(self, noticed=(*self.noticed, found))

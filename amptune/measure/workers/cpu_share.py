@@ -53,12 +53,11 @@ def sharing_threads(among: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def limit_threads(threads: int | None) -> None:
-    """Lets no operation on the CPU use more threads from now on; None is no limit."""
-    if threads is not None:
-        import torch
+def limit_threads(threads: int) -> None:
+    """Lets no operation on the CPU use more threads from now on."""
+    import torch
 
-        torch.set_num_threads(min(threads, torch.get_num_threads()))
+    torch.set_num_threads(min(threads, torch.get_num_threads()))
 
 
 def share_compilers(among: int) -> None:

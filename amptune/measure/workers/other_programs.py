@@ -42,11 +42,6 @@ class OtherPrograms:
             return 0
         return round((now_s - self._before_s) / passed_s - SELDOM * cores())
 
-    def threads_beside(self, usual: int) -> int | None:
-        """Returns how many threads find a core of their own beside them; None if the `usual` ones do."""
-        left = max(1, cores() - self.busy_cores())
-        return left if left < usual else None
-
     def _seconds(self) -> float | None:
         """Returns the time that the cores have worked for others since they started; None if that is not known."""
         if sys.platform != "linux":

@@ -18,7 +18,6 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -29,7 +28,7 @@ import psutil
 from amptune.errors import StudyError, first_line
 from amptune.measure.bench.stillness import ProcessIdentity, this_process
 from amptune.measure.results.outcome import Failure
-from amptune.measure.workers.cpu_share import cores, limit_threads
+from amptune.measure.workers.cpu_share import cores
 from amptune.measure.workers.death import death_of, kernel_oom_kills
 from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.worker import Activity, Reply, start
@@ -246,12 +245,6 @@ class WorkerProcess:
     def cannot_start(self, error: BaseException) -> StudyError:
         why = first_line(error.__cause__ or error)
         return StudyError(f"no worker process can be started (its log is {self.log}): {why}")
-
-    def limit_threads(self, threads: int) -> None:
-        """Lets its operations on the CPU use no more threads, from its next task on."""
-        self._setting = replace(self._setting, threads=threads)
-        if self.runs:
-            self.begin(None, limit_threads, threads)
 
     @property
     def log(self) -> Path:

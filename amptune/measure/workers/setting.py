@@ -23,7 +23,7 @@ class Setting:
     """The settings of a fresh worker. `device` None means the best one; `log` receives what the user's code prints.
 
     A trial that needs more device memory than `memory_mib` fails as out of memory, even if more is free. What is
-    compiled is kept in the folder `artifacts`, if there is one. No operation on a CPU uses more than so many `threads`.
+    compiled is kept in the folder `artifacts`, if there is one.
     Steps are timed over so many `ranks`, each a process: the worker on its device, and followers on the next ones.
     """
 
@@ -32,7 +32,6 @@ class Setting:
     log: Path
     memory_mib: float | None = None
     artifacts: Path | None = None
-    threads: int | None = None
     ranks: int = 1
 
 
@@ -60,7 +59,6 @@ def built_bench(setting: Setting, rank: int = 0, leader: Leader | None = None) -
     if limit is not None:
         limit_memory(device, limit)
     workload = workload_of(setting.source)
-    limit_threads(setting.threads)  # the script may have asked for more
     if gpu is None and setting.ranks > 1:
         # each rank has a share of the cores, and may move: on fixed ones Gloo's thread waits for the one that computes
         limit_threads(max(1, cores() // setting.ranks))

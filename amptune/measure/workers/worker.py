@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
-from amptune.measure.workers.cpu_share import limit_threads, rarely_collecting_garbage, share_compilers, sharing_threads
+from amptune.measure.workers.cpu_share import rarely_collecting_garbage, share_compilers, sharing_threads
 from amptune.measure.workers.followers import Followers
 from amptune.measure.workers.log_stream import LogStream
 from amptune.measure.workers.setting import Setting, built_bench
@@ -121,7 +121,6 @@ def start(setting: Setting, environment: Mapping[str, str], start_method: str | 
 
         sys.argv = [Target(setting.source.target).place, *setting.source.arguments]
     _State.setting, _State.is_measuring, _State.began_s = setting, True, time.monotonic()
-    limit_threads(setting.threads)
     _State.followers = Followers(setting) if setting.ranks > 1 else None
     tell_of_user_code(activity.note)
 

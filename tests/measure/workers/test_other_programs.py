@@ -5,20 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import misbehaving
 import psutil
 import pytest
+from simulated import slow_cpu
 
-from amptune.measure.evaluator import WorkerEvaluator
-from amptune.measure.results.outcome import Effort, Measurement
 from amptune.measure.workers import other_programs
 from amptune.measure.workers.other_programs import OtherPrograms
-from amptune.measure.workers.source import Source
-from amptune.policy.settings import STOCK
 
 BUSY = "while True: pass"
 
@@ -59,45 +55,33 @@ def test_programs_under_nice_count_only_if_this_one_is_too(nice: int, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("seconds", "passed_s", "cores", "usual", "left"),
+    ("seconds", "passed_s", "cores", "busy"),
     [
-        ((100.0, 109.4), 10.0, 2, 2, 1),
-        ((100.0, 106.0), 10.0, 2, 2, 1),
-        ((100.0, 104.0), 10.0, 2, 2, None),  # half a core is none
-        ((100.0, 97.0), 10.0, 2, 2, None),
-        ((100.0, 150.0), 10.0, 2, 2, 1),
-        ((100.0, 100.9), 0.9, 2, 2, None),  # too short a watch
-        ((None, 5e6), 10.0, 2, 2, None),  # a system that does not count
-        ((5.0, None), 10.0, 2, 2, None),
-        ((0.0, 16.4), 10.0, 64, 64, 63),  # what services take of each core is left out
-        ((0.0, 406.4), 10.0, 64, 32, 24),
-        ((0.0, 16.4), 10.0, 64, 32, None),
+        ((100.0, 109.4), 10.0, 2, 1),
+        ((100.0, 106.0), 10.0, 2, 1),
+        ((100.0, 104.0), 10.0, 2, 0),  # half a core is none
+        ((100.0, 97.0), 10.0, 2, 0),
+        ((100.0, 100.9), 0.9, 2, 0),  # too short a watch
+        ((None, 5e6), 10.0, 2, 0),  # a system that does not count
+        ((5.0, None), 10.0, 2, 0),
+        ((0.0, 16.4), 10.0, 64, 1),  # what services take of each core is left out
+        ((0.0, 406.4), 10.0, 64, 40),
     ],
 )
-def test_as_many_threads_as_find_a_core_of_their_own(
-    seconds: tuple[float | None, ...], passed_s: float, cores: int, usual: int, left: int | None, monkeypatch: Any
+def test_the_cores_that_others_keep_busy(
+    seconds: tuple[float | None, ...], passed_s: float, cores: int, busy: int, monkeypatch: Any
 ) -> None:
     times = iter(seconds)
     monkeypatch.setattr(OtherPrograms, "_seconds", lambda _: next(times))
     monkeypatch.setattr(other_programs, "cores", lambda: cores)
     watch = OtherPrograms()
     watch._began_s -= passed_s
-    assert watch.threads_beside(usual) == left
+    assert watch.busy_cores() == busy
 
 
-def test_workers_leave_out_the_threads_that_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that run, and those that start later."""
-    monkeypatch.setattr(OtherPrograms, "threads_beside", lambda self, usual: 1)  # noqa: ARG005
-    monkeypatch.setenv("THREADS", "2")
-    log = tmp_path / "log"
-    effort = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=1, time_limit_s=240.0)
-    with WorkerEvaluator(Source(target=f"{misbehaving.__file__}:workload"), "cpu", log) as evaluator:
-        prepared = evaluator.prepare(240.0)
-        printed = len(log.read_text())
-        assert isinstance(evaluator.measure(STOCK, effort), Measurement)
-        evaluator.launch([STOCK])
-        assert isinstance(evaluator.measure(STOCK, effort), Measurement)
-    told = {line for line in log.read_text()[printed:].splitlines() if line.startswith("threads:")}
-    assert told == {"threads: 1"}
-    assert prepared.subject.threads == 1
-    assert [one.code for one in prepared.noticed] == ["busy-cpu"]
+@pytest.mark.parametrize(("busy", "told"), [(0, []), (1, ["busy-cpu"])])
+def test_a_busy_cpu_is_told_and_the_baseline_keeps_its_threads(busy: int, told: list[str]) -> None:
+    prepared = replace(slow_cpu.SlowCpu("small", 0).prepared, noticed=())
+    found = prepared.beside(busy, cores=2)
+    assert found.subject == prepared.subject
+    assert [one.code for one in found.noticed] == told
