@@ -117,8 +117,8 @@ class Prepared:
         if not busy or self.subject.threads <= cores - busy:
             return self
         message = (
-            f"other programs keep {busy} of {cores} CPU cores busy, so timings are uneven: stop them, or read the answer "
-            "as one that holds while they run, fewer threads above all"
+            f"other programs keep {busy} of {cores} CPU cores busy, so timings are uneven: stop them, or read the "
+            "answer as one that holds while they run, fewer threads above all"
         )
         found = Finding(code="busy-cpu", message=message, figures={"busy": busy, "cores": cores})
         return replace(self, noticed=(*self.noticed, found))
