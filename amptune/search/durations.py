@@ -65,9 +65,12 @@ class Durations:
 
     def longest_s(self, policy: Policy) -> float:
         """Returns the seconds that a trial may take that compiles its own graph, on a host that may be slow."""
-        seconds, compile_s = self.trial_s(policy), self.compile_s(policy)
-        is_known = any(one.compile != "off" for one in self._startup_s)
-        return seconds if is_known else seconds + (SLOW_HOST - 1) * compile_s
+        return self.trial_s(policy) - self.compile_s(policy) + self.slow_compile_s(policy)
+
+    def slow_compile_s(self, policy: Policy) -> float:
+        """Returns the seconds to compile a graph on a host that may be slow, unless one was compiled here."""
+        compile_s = self.compile_s(policy)
+        return compile_s if self._startup_s else SLOW_HOST * compile_s
 
     def _step_s(self, policy: Policy) -> float:
         """Returns the seconds of a step with another batch, at the leader's speed; 0 if that is unknown."""

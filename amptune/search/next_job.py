@@ -40,8 +40,8 @@ COMPILE_ATTEMPTS = 2
 # The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
 # own memory pool, and the process has its own CUDA context.
 OVER_EAGER = 1.5
-# So many graphs compile before the baseline has shown how much memory a process takes.
-UNMEASURED = 2
+# So many graphs compile until one has come: more make all of them later, and nobody knows how fast the host is.
+FIRST_GRAPHS = 2
 # Seconds beyond the budget for judging the winner, and the share of the budget that judging its graph may take.
 GRACE_S, JUDGED_GRAPH_SHARE = 5.0, 0.15
 # A graph may be so much later than expected before it is looked at what else there is to do.
@@ -69,12 +69,18 @@ def _largest_batch(state: State, _: Durations) -> Job | None:
 
 def _graph(state: State, at: Durations) -> Job | None:
     """The likeliest graph, whenever one more can compile in the background and would come in time."""
-    if len(state.graphs.known) >= min(_places(state), state.trials_left) or _has_failed(state):
+    count, places = len(state.graphs.known), _places(state)
+    if count >= min(places + 1, state.graphs.at_once, state.trials_left) or _has_failed(state):
         return None
-    for policy in _graphs_in_order(state):
-        is_in_time = at.compile_s(policy) + at.typical_s < state.left_s
-        if is_in_time and state.is_free(policy) and not _is_broken(policy, state):
-            return Job(kind="compile", policies=(policy,), seconds=0.0, limit_s=max(1.0, state.left_s))
+    able = (one for one in _graphs_in_order(state) if state.is_free(one) and not _is_broken(one, state))
+    in_time = [one for one in able if at.compile_s(one) + at.typical_s < state.left_s]
+    if count >= places:  # one more if the host may be too slow for those, which comes in time on any
+        is_sure = any(at.slow_compile_s(one) < state.left_s for one in state.graphs.known)
+        in_time = [one for one in in_time if not is_sure and at.slow_compile_s(one) < state.left_s]
+    if in_time:
+        return Job(kind="compile", policies=(in_time[0],), seconds=0.0, limit_s=max(1.0, state.left_s))
+    if count >= places:
+        return None
     proposal = _proposal(state, compiled=True)
     if proposal is None or proposal.policy.compile not in BEHIND or cannot_compile(state):
         return None
@@ -92,13 +98,14 @@ def _baseline(state: State, at: Durations) -> Job | None:
 
 
 def _ready(state: State, at: Durations) -> Job | None:
-    """A graph that is ready: it may use the time that is kept for the answer, as it may be worth more."""
+    """A graph that is ready: it may use the time that is kept for the answer, but for one turn beside the baseline."""
     if not state.graphs.ready or state.trials_left <= 0 or _has_failed(state):
         return None
-    policy = next(iter(state.graphs.ready))
-    in_time = at.typical_s <= state.left_s or isinstance(state.graphs.ready[policy], Failure)
-    limit_s = state.left_s
-    return Job(kind="trial", policies=(policy,), seconds=at.typical_s, limit_s=limit_s) if in_time else None
+    policy, result = next(iter(state.graphs.ready.items()))
+    compared_s = at.turn_s(state.baseline) + at.turn_s(policy)
+    if isinstance(result, float) and at.typical_s + compared_s > state.left_s:
+        return None
+    return Job(kind="trial", policies=(policy,), seconds=at.typical_s, limit_s=state.left_s)
 
 
 def _start(state: State, at: Durations) -> Job | None:
@@ -265,9 +272,10 @@ def _is_in_background(policy: Policy, state: State) -> bool:
 
 def _places(state: State) -> int:
     """Returns how many graphs the CPU cores and the device's memory are enough for."""
-    trial = state.history.latest.get(state.baseline)
-    if trial is None or not isinstance(trial.outcome, Measurement):
-        return min(state.graphs.at_once, UNMEASURED)
+    trial, run = state.history.latest.get(state.baseline), state.request.run
+    has_compiled = any(one.run == run and one.policy.compile in BEHIND for one in state.history.trials)
+    if trial is None or not isinstance(trial.outcome, Measurement) or not has_compiled:
+        return min(state.graphs.at_once, FIRST_GRAPHS)
     peak_mib = max(1.0, trial.outcome.peak_reserved_mib)
     in_memory = (state.prepared.memory_mib or math.inf) / (OVER_EAGER * peak_mib) - 1
     return int(min(state.graphs.at_once, max(1.0, in_memory)))

@@ -49,7 +49,7 @@ def test_the_baseline_is_the_first_trial_and_once_a_run() -> None:
 
 
 def test_both_graphs_of_the_leading_precision_come_before_those_of_another() -> None:
-    measured = {STOCK: 10.0, FAST: 6.0, replace(FAST, autocast="fp16"): 5.0}
+    measured = {STOCK: 10.0, FAST: 6.0, replace(FAST, autocast="fp16"): 5.0, Policy(compile="default"): 9.0}
     state, order = state_of(measured), list[Policy]()
     while (job := next_job(state)) and not isinstance(job, Answer) and job.kind == "compile" and len(order) < 4:
         order += job.policies
@@ -75,9 +75,11 @@ def test_a_graph_that_would_come_too_late_is_not_begun() -> None:
 
 
 def test_a_graph_that_is_ready_is_measured_next_also_in_the_time_kept_for_the_answer() -> None:
-    state = state_of({STOCK: 10.0, FAST: 5.0, BF16: 6.0}, left_s=3.0)
-    ready = state.but(graphs=Graphs(at_once=1, ready={GRAPHED: 20.0}))
-    assert job_after(ready).policies == (GRAPHED,)
+    ready = {"graphs": Graphs(at_once=1, ready={GRAPHED: 20.0})}
+    measured = {STOCK: 10.0, FAST: 5.0, BF16: 6.0}
+    assert job_after(state_of(measured, left_s=8.0, **ready)).policies == (GRAPHED,)
+    late = next_job(state_of(measured, left_s=5.0, **ready))
+    assert isinstance(late, Answer) or late.kind != "trial", "nothing would compare it with the baseline"
 
 
 def test_a_start_that_not_even_an_optimistic_estimate_puts_ahead_of_the_leader_is_not_measured() -> None:
