@@ -15,6 +15,10 @@ from amptune.search.state import State
 __all__ = ["candidates_of", "modules_to_time", "refinements_of", "sensed_as"]
 
 
+# Half precision so many times behind an FP32 leader is not refined.
+NEAR = 2.0
+
+
 def sensed_as(state: State, memory_format: str) -> tuple[str, Policy]:
     """Returns the name and the policy that modules are timed under, for a memory format."""
     gpu, space = state.prepared.hardware.gpu, state.candidates.space
@@ -34,42 +38,48 @@ def candidates_of(state: State) -> Candidates:
 
 
 def modules_to_time(state: State) -> Policy | None:
-    """Returns the policy to time the modules under; None if that is done, or the leader is in FP32."""
-    space, leader = state.candidates.space, state.leader
-    name, policy = sensed_as(state, leader.memory_format)
-    is_open = any(map(bool, (*space.choices(EXCLUSIONS), *space.choices(IN_HALF)))) or policy.fp32_math == "tf32"
-    if leader.autocast == "off" or not is_open or not state.prepared.subject.leaves:
+    """Returns the policy to time the modules under; None if that is done, or no half precision is near the leader."""
+    space, base = state.candidates.space, _base(state)
+    if base is None or not state.prepared.subject.leaves:
         return None
-    return None if name in state.sensed else policy
+    name, policy = sensed_as(state, base.memory_format)
+    is_open = any(map(bool, (*space.choices(EXCLUSIONS), *space.choices(IN_HALF)))) or policy.fp32_math == "tf32"
+    return policy if is_open and name not in state.sensed else None
+
+
+def _base(state: State) -> Policy | None:
+    """Returns the leader, or the best policy in half precision if the leader is in FP32 and not far ahead of that."""
+    halves = {one: score for one, score in state.scores.items() if one.autocast != "off"}
+    best = max(halves, key=halves.__getitem__, default=None)
+    return None if best is None or state.scores[state.leader] > NEAR * halves[best] else best
 
 
 def refinements_of(state: State) -> Iterator[Policy]:
-    """Yields the leader with more modules in FP32, or in half, that saves enough by the modules' times; most first."""
-    leader, ladder = state.leader, state.candidates.ladder
-    step_ms = state.step_ms(leader)
-    if leader.autocast == "off" or step_ms is None:
+    """Yields the leader with more modules in FP32, or in half, that saves enough by the modules' times; most first.
+
+    If the leader is in FP32, it is the best policy in half precision, and what is saved has to put it ahead.
+    """
+    base, ladder, space = _base(state), state.candidates.ladder, state.candidates.space
+    if base is None or (step_ms := state.step_ms(base)) is None:
         return
-    dtype, layout = leader.autocast, leader.memory_format
-    depths = [int(one) for one in state.candidates.space.choices(EXCLUSIONS) if one]
+    ahead = state.scores[base] / state.scores[state.leader]
+    least_ms = step_ms * (1 - (1 - WORTH_TRYING) * ahead)
+    dtype, layout = base.autocast, base.memory_format
+    depths = [int(one) for one in space.choices(EXCLUSIONS) if one]
     saves_ms = {depth: ladder.saves_ms(depth, dtype, layout) for depth in depths}
     name, timed_under = sensed_as(state, layout)
-    needed = tuple(rule for rule in leader.fp32_modules if rule.is_needed)
-    if not any(not rule.is_needed for rule in leader.fp32_modules):
+    needed = tuple(rule for rule in base.fp32_modules if rule.is_needed)
+    if not any(not rule.is_needed for rule in base.fp32_modules):
         for depth in sorted(depths, key=lambda depth: -saves_ms[depth]):
-            if saves_ms[depth] >= WORTH_TRYING * step_ms:
+            if saves_ms[depth] >= least_ms:
                 rules = tuple(dict.fromkeys([*needed, *ladder.rules(depth, dtype, layout)]))
-                yield replace(leader, fp32_modules=rules, fp32_math=timed_under.fp32_math)
-    saved_ms = ladder.half_saves.get((dtype, layout), 0.0)
-    may = not leader.half_modules and True in state.candidates.space.choices(IN_HALF)
-    if ladder.half and may and saved_ms >= WORTH_TRYING * step_ms:
-        yield replace(leader, half_modules=ladder.half)
-    if (sensed := state.sensed.get(name)) is not None:
-        is_own_batch = leader.batch_size in (None, state.prepared.subject.batch_size)
-        of_islands = islands_refinement(
-            leader,
-            sensed,
-            state.candidates.space,
-            state.prepared.hardware,
-            step_ms=step_ms if is_own_batch else None,
-        )
+                yield replace(base, fp32_modules=rules, fp32_math=timed_under.fp32_math)
+    may = not base.half_modules and True in space.choices(IN_HALF)
+    if ladder.half and may and ladder.half_saves.get((dtype, layout), 0.0) >= least_ms:
+        yield replace(base, half_modules=ladder.half)
+    sensed = state.sensed.get(name)
+    if sensed is not None and base == state.leader:
+        is_own_batch = base.batch_size in (None, state.prepared.subject.batch_size)
+        hardware, own_ms = state.prepared.hardware, step_ms if is_own_batch else None
+        of_islands = islands_refinement(base, sensed, space, hardware, step_ms=own_ms)
         yield from () if of_islands is None else (of_islands,)
