@@ -341,9 +341,10 @@ def _why_nothing(state: State, at: Durations) -> str:
     """Returns in words why no more policies are measured."""
     trial = state.history.latest.get(state.baseline)
     if _has_failed(state):
-        if trial is None:
+        if state.baseline in state.cut:
             return "the baseline takes longer than the budget"
-        return "the baseline itself fails" if isinstance(trial.outcome, Failure) else "the baseline has no figure"
+        fails = trial is not None and isinstance(trial.outcome, Failure)
+        return "the baseline itself fails" if fails else "the baseline has no figure"
     if state.trials_left <= 0:
         return f"all trials that are allowed are done: {state.request.budget.trials}"
     if at.typical_s > at.spare_s:

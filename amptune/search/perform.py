@@ -144,7 +144,8 @@ class Performer:
         effort = replace(_effort(policy, limit_s, state), beside_compiling=beside)
         outcome = self.evaluator.measure(policy, effort)
         if is_baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
-            outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
+            rest_s = max(SHORT_S, limit_s - (budget.spent_s - before_s))  # perhaps an accident, and all rests on it
+            outcome = self.evaluator.measure(policy, replace(effort, time_limit_s=rest_s))
         if isinstance(outcome, Measurement):
             outcome = replace(outcome, startup_s=max(outcome.startup_s, compile_s))
         if isinstance(outcome, Failure) and outcome.kind == "timeout" and limit_s < longest_s:
@@ -156,10 +157,10 @@ class Performer:
         return Trial(number=number, policy=policy, outcome=outcome, seconds=seconds, run=run, moment_s=moment_s)
 
     def _told(self, trial: Trial, state: State) -> State:
-        """Keeps a trial; one more of the baseline, which former runs have measured, as a row of this run."""
-        if trial.policy == state.baseline and trial.policy in self.study.history.latest:
-            if isinstance(trial.outcome, Measurement):
-                self.study.add(trial.row)
+        """Keeps a trial; one more of the baseline, which former runs have measured, as a row, unless it fails now."""
+        is_known = trial.policy == state.baseline and trial.policy in self.study.history.latest
+        if is_known and isinstance(trial.outcome, Measurement):
+            self.study.add(trial.row)
             return state
         self.study.tell(trial)
         known = state.but(history=self.study.history)

@@ -138,7 +138,10 @@ class State:
 
     @cached_property
     def verdict(self) -> Verdict | None:
-        """The verdict on all rows; None if the baseline was not measured, or failed."""
+        """The verdict on all rows; None if the baseline was not measured, or fails now, whatever former runs had."""
+        trial = self.history.latest.get(self.baseline)
+        if trial is not None and isinstance(trial.outcome, Failure):
+            return None
         machine = machine_of(self.prepared.hardware.device)
         return verdict_of(self.table, self.baseline, machine, self.request.objective, self.bar)
 
@@ -168,11 +171,12 @@ class State:
 
     @cached_property
     def scores(self) -> dict[Policy, float]:
-        """The score of each policy that may win, in its last trial."""
+        """The score of the baseline and of each policy that may win, in its last trial."""
         yardstick = self.history.yardstick
         able = [one for one in self.history.latest.values() if yardstick.allows(one.outcome)]
         scored = {one.policy: yardstick.score(one.outcome) or 0.0 for one in able}
-        return {policy: score for policy, score in scored.items() if score > 0 and not self.judgements.bars(policy)}
+        may_win = {policy for policy in scored if policy == self.baseline or self.bar(policy) is None}
+        return {policy: score for policy, score in scored.items() if score > 0 and policy in may_win}
 
     @property
     def leader(self) -> Policy:

@@ -112,6 +112,19 @@ def test_nothing_more_is_tried_once_the_baseline_failed() -> None:
     assert failed.because == "the baseline itself fails"
 
 
+def test_a_known_good_policy_outside_of_the_wishes_does_not_lead() -> None:
+    fp32 = {"pins": {"autocast": "off"}}
+    state = without_graphs(state_of(dict.fromkeys(state_of(wanted=fp32).candidates.starts, 9.0), wanted=fp32))
+    state = without_graphs(
+        state_of(
+            {one: 9.0 if one.autocast == "off" else 3.0 for one in state.history.latest} | {STOCK: 10.0}, wanted=fp32
+        )
+    )
+    assert state.leader.autocast == "off"
+    job = next_job(state)
+    assert isinstance(job, Answer) or job.kind not in ("numerics", "modules")
+
+
 def test_no_more_trials_than_allowed() -> None:
     state = state_of({STOCK: 10.0, FAST: 5.0, BF16: 6.0}, trials=3)
     jobs = [next_job(state)]

@@ -72,6 +72,16 @@ def test_a_baseline_that_fails_ends_the_search_and_a_later_tuning_measures_it_ag
     assert decision.speedup.value > 1
 
 
+def test_a_baseline_that_fails_in_a_later_tuning_ends_it_at_once_with_that_failure(tmp_path: Path) -> None:
+    tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=5)
+    fails = RecordedEvaluator("resnet50", interfere=lambda policy: Failure(**RAISED) if policy == STOCK else None)
+    with pytest.raises(UserCodeError, match="no such key"):
+        tuned_on(fails, tmp_path, trials=5)
+    assert fails.measured.count(STOCK) == 1
+    decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=5)
+    assert decision.speedup.value > 1
+
+
 def test_a_small_space_is_measured_to_its_end(tmp_path: Path) -> None:
     pins = {"fp32_exclusions": "0", "cudnn_benchmark": "false", "compile": "off", "fused_optimizer": "false"}
     _, events = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=None, pins=pins)
