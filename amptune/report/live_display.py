@@ -20,6 +20,7 @@ from amptune.search.events import ContenderMeasured, Event, JobStarted, TrialEnd
 from amptune.search.job import JobKind
 from amptune.search.plan.budget import Budget
 from amptune.search.table.gains import counted
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = ["STAGES", "LiveDisplay", "Standing", "standing_after"]
@@ -29,6 +30,7 @@ STAGES = {
     "verify": "the claim measured again",
 }
 _JOBS: dict[JobKind, str] = {
+    "study": "opening",
     "build": "building",
     "batch size": "looking for",
     "trial": "measuring",
@@ -48,7 +50,7 @@ class Standing:
     ended: int = 0
     failed: int = 0
     best: Trial | None = None
-    baseline: Trial | None = None
+    baseline: Row | None = None
     others: Mapping[int, str] = field(default_factory=dict)
     """The last line of each other worker, by its number."""
 

@@ -126,4 +126,4 @@ def _relative(event: TrialEnded) -> str:
     baseline = event.baseline
     if baseline is None or not isinstance(baseline.outcome, Measurement) or baseline.run != event.trial.run:
         return "      "  # beside another run's it would say how the machine has changed
-    return f"{event.trial.samples_per_s / baseline.samples_per_s:5.2f}×"
+    return f"{event.trial.samples_per_s / baseline.outcome.samples_per_s:5.2f}×"

@@ -15,6 +15,7 @@ from amptune.policy.settings import Policy
 from amptune.search.gate.judge import PolicyJudged
 from amptune.search.job import Job
 from amptune.search.table.objective import THROUGHPUT, Objective
+from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
 __all__ = [
@@ -75,7 +76,9 @@ class Compiling:
 class TrialEnded:
     trial: Trial
     best: Trial | None
-    baseline: Trial | None
+    baseline: Row | None
+    """The baseline as this run measured it."""
+
     left_s: float
     objective: Objective = THROUGHPUT
 

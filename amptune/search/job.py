@@ -11,7 +11,7 @@ from amptune.policy.settings import Policy
 __all__ = ["Answer", "Job", "JobKind"]
 
 JobKind = Literal[
-    "build", "batch size", "compile", "trial", "numerics", "cure", "modules", "wait", "graph", "comparison"
+    "study", "build", "batch size", "compile", "trial", "numerics", "cure", "modules", "wait", "graph", "comparison"
 ]
 
 
@@ -37,6 +37,8 @@ class Job:
             count = len(self.policies)
             return f"{count} {'policy' if count == 1 else 'policies'}{' in fresh processes' if self.fresh else ''}"
         match self.kind, self.policies:
+            case "study", _:
+                return "the study"
             case "build", _:
                 return "the workload"
             case "batch size", [policy]:

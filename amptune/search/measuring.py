@@ -107,7 +107,8 @@ class RoundMeasurer:
             return self._outcome(policy, step_ms)
         is_accident = isinstance(outcome, Failure) and outcome.kind in ACCIDENTS
         if is_accident and not _was_cut(outcome, limit_s) and self.budget.left_s >= SHORT_S:
-            outcome = self.evaluator.measure(policy, effort)
+            limit_s = min(limit_s, self.budget.left_s)
+            outcome = self.evaluator.measure(policy, replace(effort, time_limit_s=limit_s))
         return None if _was_cut(outcome, limit_s) else outcome
 
 

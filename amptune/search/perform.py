@@ -168,7 +168,7 @@ class Performer:
             TrialEnded(
                 trial=trial,
                 best=known.best_trial,
-                baseline=known.history.latest.get(state.baseline),
+                baseline=known.own_baseline,
                 left_s=state.request.budget.left_s,
                 objective=state.request.objective,
             )
@@ -180,10 +180,11 @@ class Performer:
         (policy,) = job.policies
         budget, is_graph = state.request.budget, job.kind == "graph"
         before_s, own = budget.spent_s, policy if is_graph else without_graph(policy)
+        least_s = 0.0 if is_graph else min(SHORTEST_LIMIT_S, budget.left_s + SHORT_S)
         found = self.judge.judge(
             own,
             seconds_for_reference=REFERENCE_SHARE * budget.left_s,
-            limit_s=job.limit_s if is_graph else max(SHORTEST_LIMIT_S, job.limit_s),
+            limit_s=max(least_s, job.limit_s),
         )
         if isinstance(found, Failure):
             message = f"numerics could not be judged, as there is no FP32 reference: {found}"
@@ -280,13 +281,14 @@ class Performer:
 
 
 def _effort(policy: Policy, limit_s: float, state: State) -> Effort:
-    """Returns how long to measure a policy; one that is far behind the leader is over after its first steps.
+    """Returns how long to measure a policy; one that is far behind the best of this run is over after its first steps.
 
     A policy that uses little energy may be slow, and only a longer block shows that.
     """
-    objective = state.request.objective
+    objective, scores = state.request.objective, state.scores
     effort = objective.effort(replace(BRIEF, time_limit_s=limit_s))
-    best = state.best_trial
+    own = [one for one in state.history.latest.values() if one.run == state.request.run and one.policy in scores]
+    best = max(own, key=lambda trial: scores[trial.policy], default=None)
     if best is None or not isinstance(best.outcome, Measurement) or objective.name == "energy":
         return effort
     same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate

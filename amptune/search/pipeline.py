@@ -83,8 +83,10 @@ def _workers(request: TuningRequest) -> WorkerEvaluator:
 
 def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) -> Decision:
     """Tunes on any evaluator: this machine, or a recording of one."""
-    require_known(request)
     timeline = Timeline(request.budget, lambda job: observer(JobStarted(job=job)))
+    opening = Job(kind="study", seconds=0.0, limit_s=max(0.0, request.budget.left_s))
+    with timeline.noting(opening):
+        require_known(request)
     # Optuna takes seconds to import on a slow host, while the workers build the workload.
     threading.Thread(target=importlib.import_module, args=["amptune.search.run"], daemon=True).start()
     prepared = _built(evaluator, request, timeline)
@@ -96,8 +98,10 @@ def tune_with(evaluator: Evaluator, request: TuningRequest, observer: Observer) 
         raise ObjectiveError(f"{NO_ENERGY}: it is read from a GPU, and {prepared.hardware.name} is none")
     request = _accumulating(_saving_memory(request), prepared)
     candidates = candidates_for(prepared, request.wanted)
-    performer = performer_of(evaluator, request, prepared, candidates, observer)
-    run = TuningRun(state_of(performer, request, prepared, candidates), performer, timeline, observer)
+    with timeline.noting(opening):
+        performer = performer_of(evaluator, request, prepared, candidates, observer)
+        first = state_of(performer, request, prepared, candidates)
+    run = TuningRun(first, performer, timeline, observer)
     try:
         run.find_answer()
         decision = run.decision()

@@ -27,7 +27,7 @@ FAILED = Trial(number=2, policy=amp_recipe("fp16"), outcome=Failure(kind="oom", 
 
 
 def ended(trial: Trial, best: Trial, objective: str = "throughput") -> Event:
-    return TrialEnded(trial=trial, best=best, baseline=BASELINE, left_s=9.0, objective=Objective(objective))  # type: ignore[arg-type]
+    return TrialEnded(trial=trial, best=best, baseline=BASELINE.row, left_s=9.0, objective=Objective(objective))  # type: ignore[arg-type]
 
 
 def after(*events: Event) -> Standing:

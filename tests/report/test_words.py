@@ -39,7 +39,9 @@ FAILED = Trial(number=3, policy=amp_recipe("fp16"), outcome=Failure(kind="oom", 
 def test_a_trial_is_one_line_with_its_time_its_ratio_and_what_is_to_be_least(
     trial: Trial, best: Trial, objective: Any, words: str
 ) -> None:
-    line = describe(TrialEnded(trial=trial, best=best, baseline=BASELINE, left_s=42.0, objective=Objective(objective)))
+    line = describe(
+        TrialEnded(trial=trial, best=best, baseline=BASELINE.row, left_s=42.0, objective=Objective(objective))
+    )
     assert line is not None
     assert line.split() == f"[  42 s left] {words}".split()
 

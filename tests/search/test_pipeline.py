@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 from simulated.recorded import RecordedEvaluator, recorded_ms
 
 from amptune.errors import AmptuneError, NothingFeasibleError, StudyError, UserCodeError
-from amptune.measure.results.outcome import Failure
+from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.workers.source import Source
 from amptune.policy.settings import STOCK, Policy
 from amptune.search.api import tune
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Event, SearchEnded, SearchStarted
+from amptune.search.events import Event, SearchEnded, SearchStarted, TrialEnded
 from amptune.search.pipeline import tune_with
 from amptune.search.plan.budget import Budget, Clock
 from amptune.search.request import TuningRequest
@@ -80,6 +81,29 @@ def test_a_baseline_that_fails_in_a_later_tuning_ends_it_at_once_with_that_failu
     assert fails.measured.count(STOCK) == 1
     decision, _ = tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=5)
     assert decision.speedup.value > 1
+
+
+@dataclass
+class Efforts(RecordedEvaluator):
+    """A recorded machine that notes how it is asked to measure."""
+
+    efforts: list[Effort] = field(default_factory=list)
+
+    def measure(self, policy: Policy, effort: Effort) -> Outcome:
+        self.efforts.append(effort)
+        return super().measure(policy, effort)
+
+
+def test_what_a_former_tuning_measured_neither_ends_a_trial_early_nor_stands_beside_it(tmp_path: Path) -> None:
+    tuned_on(RecordedEvaluator("resnet50"), tmp_path, trials=3)
+    machine = Efforts("resnet50")
+    decision, events = tuned_on(machine, tmp_path, trials=3)
+    ended = [event for event in events if isinstance(event, TrialEnded)]
+    assert {event.baseline.run for event in ended if event.baseline} == {event.trial.run for event in ended}
+    first, second, *later = [one for one in machine.efforts if not one.in_loop]
+    assert first.abandon_above_ms is second.abandon_above_ms is None, "the machine may be slower now"
+    assert all(one.abandon_above_ms for one in later)
+    assert [entry["stage"] for entry in decision.timeline[:3]] == ["study", "build", "study"]
 
 
 def test_a_small_space_is_measured_to_its_end(tmp_path: Path) -> None:

@@ -88,9 +88,10 @@ class Machine(SyntheticEvaluator):
         self.unsound, self.crashing = unsound, crashing
         self.questions: list[Question] = []
         self.interrupted_after = math.inf
+        self.may_end_s = 0.0
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
-        began_s = self._begins()
+        began_s = self._begins(effort.time_limit_s)
         outcome = super().measure(policy, effort)
         if random.Random(f"{self._seed} {policy}").random() < self.crashing and policy != STOCK:
             outcome = Failure(kind="crash", message="the worker died")
@@ -102,7 +103,7 @@ class Machine(SyntheticEvaluator):
         return super().measure(policy, effort)
 
     def judge(self, policy: Policy, fp32: Policy, seconds: float, limit_s: float) -> Parity:
-        began_s = self._begins()
+        began_s = self._begins(limit_s)
         parity = super().judge(policy, fp32, seconds, limit_s)
         if self.unsound(policy):
             parity = Parity(failure=Failure(kind="nonfinite", message="the loss is nan"))
@@ -112,7 +113,8 @@ class Machine(SyntheticEvaluator):
     def is_sound(self, policy: Policy) -> bool:
         return super().is_sound(policy) and not self.unsound(policy)
 
-    def _begins(self) -> float:
+    def _begins(self, limit_s: float) -> float:
+        self.may_end_s = max(self.may_end_s, self.clock() + limit_s)
         if len(self.questions) >= self.interrupted_after:
             raise KeyboardInterrupt
         return self.clock()
@@ -232,6 +234,7 @@ def nothing_is_begun_when_the_budget_is_spent(ended: Done) -> None:
     late = [one for one in ended.machine.questions if one.began_s >= ended.tuning.budget_s]
     assert {one.policy for one in late if one.what == "measure"} <= {ended.machine.measured[0].policy}
     assert all(one.began_s < ended.tuning.budget_s + 5 for one in late)
+    assert ended.machine.may_end_s <= ended.tuning.budget_s + 10.1 or len(ended.machine.measured) == 1
     if ended.tuning.trials is not None:
         assert len(ended.tried) <= ended.tuning.trials
 
