@@ -107,7 +107,8 @@ def _trial(event: TrialEnded) -> str:
         return f"{head}  {trial.outcome.kind:>10}        {trial.policy}: {trial.outcome.message}"
     mark = "*" if event.best is trial else " "
     figures = f"{trial.outcome.mean_ms:9.3f} ms {_relative(event)}{_figure(trial.outcome, event.objective)}"
-    return f"{head} {mark}{figures} {trial.policy}"
+    early = " (ended early: far behind)" if trial.outcome.abandoned else ""
+    return f"{head} {mark}{figures} {trial.policy}{early}"
 
 
 def _figure(measurement: Measurement, objective: Objective) -> str:

@@ -69,9 +69,9 @@ def _role(contender: Contender, decision: Decision) -> str:
 
 
 def _figures(contender: Contender, *, energy: bool, used: bool) -> tuple[str, ...]:
-    """Returns the figures, or the kind of failure alone."""
+    """Returns the figures, or the kind of failure alone, or that its trials ended early."""
     if contender.failure is not None or contender.step_ms is None:
-        return (str(contender.failure and contender.failure.kind),)
+        return ("ended early" if contender.failure is None else contender.failure.kind,)
     ratio, between = contender.vs_baseline, contender.step_ms_ci95
     step_ms = contender.step_ms
     return (

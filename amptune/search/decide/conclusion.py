@@ -129,8 +129,8 @@ class Conclusion:
 
     def _why_kept(self, others: int) -> str:
         """Returns that no other policy is better than the baseline, or why nobody knows yet."""
-        leader = self.verdict.leader
-        if self.verdict.confidence != "undecided":
+        verdict, leader = self.verdict, self.verdict.leader
+        if verdict.confidence != "undecided":
             return f"none of {others} others is better" if others > 1 else "the only other policy is not better"
         if leader is None or leader.gain is None:
             return f"none of {others} others can win" if others > 1 else "the only other policy cannot win"
@@ -140,4 +140,6 @@ class Conclusion:
             return f"{leader.policy} may be better ({chance_in_words(leader.chance)} sure)"
         if leader.rows == 1 and 0 < leader.merit < 1 and self.objective.name == "throughput":
             return f"not enough measurements; {leader.policy} took {1 / leader.merit:.2g} times as long in its only one"
-        return f"too few measurements to tell if one of {counted(others, 'other')} is better"
+        able = sum(one.may_win for one in verdict.contenders if one.policy != verdict.baseline.policy)
+        named = f"one of {able} others" if able > 1 else "the only other policy that runs"
+        return f"too few measurements to tell if {named} is better"
