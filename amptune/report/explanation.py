@@ -76,8 +76,10 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     recipe = evidence.get("amp_recipe")
     if recipe and "step_ms" in recipe:
         yield f"The AMP recipe took {recipe['step_ms']:g} ms a step."
-    elif recipe:
+    elif recipe and "failure" in recipe:
         yield "The AMP recipe failed."
+    elif recipe:
+        yield "The AMP recipe was so far behind that its trial ended early."
     yield from map(_finding, evidence.get("findings", ()))
 
 

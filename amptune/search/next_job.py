@@ -115,7 +115,7 @@ def _start(state: State, at: Durations) -> Job | None:
 
     Where blocks differ much, leader and baseline take turns once the first few were measured.
     """
-    if len(state.history.trials) >= FEWEST_TRIALS and _is_noisy(state):
+    if len(state.history.trials) >= FEWEST_TRIALS and _is_noisy(state, at):
         return None
     for policy in state.candidates.starts:
         if _is_in_background(policy, state) or not state.is_free(policy) or _is_broken(policy, state):
@@ -163,7 +163,7 @@ def _proposed(state: State, at: Durations) -> Job | None:
     """What the sampler proposes, while it is worth its time; not where blocks differ so much that it tells nothing."""
     if state.trials_left <= len(state.graphs.known) or at.typical_s > at.spare_s:
         return None
-    if _has_failed(state) or _is_noisy(state):
+    if _has_failed(state) or _is_noisy(state, at):
         return None
     if state.request.sampler is not None and state.free_sampler:
         return Job(kind="trial", seconds=at.typical_s, limit_s=at.spare_s)
@@ -342,9 +342,13 @@ def _is_behind(policy: Policy, state: State) -> bool:
     return estimate is not None and best is not None and estimate < math.log(best)
 
 
-def _is_noisy(state: State) -> bool:
-    """Returns True until leader and baseline took turns in enough processes, where blocks of a policy differ much."""
-    return state.rounds.count < PROCESSES and state.block_deviation > NOISY
+def _is_noisy(state: State, at: Durations) -> bool:
+    """Returns True until leader and baseline took turns in enough processes, where blocks of a policy differ much.
+
+    If no round tells anything, as nothing may be ahead of the baseline, trials are all there is.
+    """
+    is_open = state.rounds.count < PROCESSES and state.block_deviation > NOISY
+    return is_open and _round(state, at) is not None
 
 
 def _why_nothing(state: State, at: Durations) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from amptune.hardware.detect import probe
 from amptune.measure.results.outcome import Failure
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
 from amptune.report.explanation import explain, machine_in_words
 from amptune.report.progress import describe
@@ -23,6 +25,7 @@ from amptune.search.table.trial import Trial
 
 BASELINE = Trial(number=0, policy=STOCK, outcome=took(10.0, 100.0, energy_j_per_sample=0.25), seconds=1.0)
 FAST = Trial(number=1, policy=amp_recipe("bf16"), outcome=took(5.0), seconds=1.0)
+LOST = replace(FAST, outcome=took(50.0, abandoned=True))
 FAILED = Trial(number=3, policy=amp_recipe("fp16"), outcome=Failure(kind="oom", message="no memory"), seconds=1.0)
 
 
@@ -34,6 +37,7 @@ FAILED = Trial(number=3, policy=amp_recipe("fp16"), outcome=Failure(kind="oom", 
         (BASELINE, BASELINE, "memory", "  1 *   10.000 ms  1.00×       100 MiB stock PyTorch"),
         (BASELINE, BASELINE, "energy", "  1 *   10.000 ms  1.00×    0.25 J stock PyTorch"),
         (FAILED, BASELINE, "throughput", "  4   oom fp16: no memory"),
+        (LOST, BASELINE, "throughput", "  2     50.000 ms  0.20× bf16 (ended early: far behind)"),
     ],
 )
 def test_a_trial_is_one_line_with_its_time_its_ratio_and_what_is_to_be_least(
@@ -44,6 +48,21 @@ def test_a_trial_is_one_line_with_its_time_its_ratio_and_what_is_to_be_least(
     )
     assert line is not None
     assert line.split() == f"[  42 s left] {words}".split()
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({"step_ms": 5.0}, "took 5 ms a step"),
+        ({"failure": {"kind": "oom", "message": "no memory"}}, "failed"),
+        ({"lost": "at most 0.2× the speed of the baseline (ended early)"}, "ended early"),
+    ],
+)
+def test_the_amp_recipe_ran_failed_or_ended_early(figures: dict[str, Any], said: str) -> None:
+    recipe = {"policy": policy_to_dict(amp_recipe("bf16")), **figures}
+    file = PolicyFile(policy=STOCK, evidence={"amp_recipe": recipe})
+    (sentence,) = [one for one in explain(file) if "AMP recipe" in one]
+    assert said in sentence
 
 
 def test_machines_are_told_in_words_and_not_as_labels() -> None:

@@ -125,6 +125,18 @@ def test_a_known_good_policy_outside_of_the_wishes_does_not_lead() -> None:
     assert isinstance(job, Answer) or job.kind not in ("numerics", "modules")
 
 
+def test_on_a_noisy_machine_the_search_goes_on_while_all_are_far_behind_the_baseline() -> None:
+    eager = [one for one in state_of().candidates.starts if one.compile == "off"]
+    behind = dict.fromkeys(eager[:4], 60.0)
+    known = state_of({STOCK: 10.0} | behind, judgements=sound(*behind, *state_of().candidates.halves_alone))
+    noisy = [replace(row, outcome=took(15.0), launch="again") for row in known.table if row.policy == STOCK]
+    state = without_graphs(known.but(rows=tuple(noisy)))
+    assert state.block_deviation > 0.1
+    job = job_after(state)
+    assert job.kind == "trial"
+    assert not set(job.policies) & {STOCK, *behind}
+
+
 def test_no_more_trials_than_allowed() -> None:
     state = state_of({STOCK: 10.0, FAST: 5.0, BF16: 6.0}, trials=3)
     jobs = [next_job(state)]
