@@ -290,8 +290,8 @@ def _effort(policy: Policy, limit_s: float, state: State) -> Effort:
     """
     objective, scores = state.request.objective, state.scores
     effort = objective.effort(replace(BRIEF, time_limit_s=limit_s))
-    own = [one for one in state.history.latest.values() if one.run == state.request.run and one.policy in scores]
-    best = max(own, key=lambda trial: scores[trial.policy], default=None)
+    of_run = [one for one in state.history.latest.values() if one.run == state.request.run and one.policy in scores]
+    best = max(of_run, key=lambda trial: scores[trial.policy], default=None)
     if best is None or not isinstance(best.outcome, Measurement) or objective.name == "energy":
         return effort
     same = policy.batch_size == best.policy.batch_size and policy.accumulate == best.policy.accumulate
