@@ -26,7 +26,7 @@ from amptune.search.table.verdict import Verdict, verdict_of
 __all__ = ["Graphs", "Rounds", "State"]
 
 # Blocks that other programs disturb are thought to differ by so much.
-DISTURBED = 0.2
+DISTURBED_DEVIATION = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class State:
     def block_deviation(self) -> float:
         """How much blocks of one policy differ in this run, as a standard deviation on the logarithm.
 
-        Before any policy was measured twice, a block that other programs disturbed counts as `DISTURBED`.
+        Before any policy was measured twice, a block that other programs disturbed counts as `DISTURBED_DEVIATION`.
         """
         own = [row for row in self.table if row.run == self.request.run and isinstance(row.outcome, Measurement)]
         logs: dict[Policy, list[float]] = {}
@@ -154,7 +154,7 @@ class State:
                 logs.setdefault(row.policy, []).append(math.log(row.outcome.mean_ms))
         repeated = [some for some in logs.values() if len(some) > 1]
         if not repeated:
-            return DISTURBED * sum(row.is_disturbed for row in own) / max(1, len(own))
+            return DISTURBED_DEVIATION * sum(row.is_disturbed for row in own) / max(1, len(own))
         squares = sum(statistics.pvariance(some) * len(some) for some in repeated)
         return math.sqrt(squares / sum(len(some) - 1 for some in repeated))
 
