@@ -146,7 +146,8 @@ class State:
     def block_deviation(self) -> float:
         """How much blocks of one policy differ in this run, as a standard deviation on the logarithm.
 
-        Before any policy was measured twice, a block in which other programs kept the host busy counts as `BUSY_DEVIATION`.
+        Before any policy was measured twice, a block in which other programs kept the host busy counts as
+        `BUSY_DEVIATION`.
         """
         own = [row for row in self.table if row.run == self.request.run]
         blocks = [(row.policy, row.outcome) for row in own if isinstance(row.outcome, Measurement)]
