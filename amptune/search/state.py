@@ -27,7 +27,7 @@ from amptune.search.table.verdict import Verdict, verdict_of
 __all__ = ["Graphs", "Rounds", "State"]
 
 # Blocks that other programs disturb are thought to differ by so much.
-DISTURBED = 0.2
+BUSY_DEVIATION = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,8 @@ class State:
     def block_deviation(self) -> float:
         """How much blocks of one policy differ in this run, as a standard deviation on the logarithm.
 
-        Before any policy was measured twice, a block in which other programs kept the host busy counts as `DISTURBED`.
+        Before any policy was measured twice, a block in which other programs kept the host busy counts as
+        `BUSY_DEVIATION`.
         """
         own = [row for row in self.table if row.run == self.request.run]
         blocks = [(row.policy, row.outcome) for row in own if isinstance(row.outcome, Measurement)]
@@ -160,7 +161,7 @@ class State:
         repeated = [some for some in logs.values() if len(some) > 1]
         if not repeated:
             busy = sum(HOST_LOAD in block.contaminated_by for _, block in blocks)
-            return DISTURBED * busy / max(1, len(blocks))
+            return BUSY_DEVIATION * busy / max(1, len(blocks))
         squares = sum(statistics.pvariance(some) * len(some) for some in repeated)
         return math.sqrt(squares / sum(len(some) - 1 for some in repeated))
 

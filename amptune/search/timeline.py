@@ -20,7 +20,7 @@ from amptune.search.state import Graphs, Rounds, State
 __all__ = ["Timeline", "state_at"]
 
 # What is known besides by its own name.
-_PLAIN = ("spent_s", "judged_s", "free_sampler")
+_BY_NAME = ("spent_s", "judged_s", "free_sampler")
 
 
 @dataclass
@@ -48,7 +48,7 @@ def _known(state: State) -> dict[str, Any]:
     """Returns what a state knows beside the tables of its study: of these, how much there was."""
     graphs, rounds = state.graphs, state.rounds
     return {
-        **{name: getattr(state, name) for name in _PLAIN},
+        **{name: getattr(state, name) for name in _BY_NAME},
         "trials": len(state.history.trials),
         "rows": len(state.rows),
         "judgements": len(state.judgements.found),
@@ -72,7 +72,7 @@ def state_at(last: State, entry: Mapping[str, Any]) -> State:
     found = dict(list(last.judgements.found.items())[: known["judgements"]])
     count, start_s, is_over = known["rounds"]
     state = last.but(
-        **{name: known[name] for name in _PLAIN},
+        **{name: known[name] for name in _BY_NAME},
         history=replace(last.history, trials=tuple(last.history.trials[: known["trials"]])),
         rows=last.rows[: known["rows"]],
         judgements=Judgements(last.judgements.baseline, found),

@@ -20,8 +20,8 @@ from amptune.measure.numerics.comparison import LEAST_DEVIATION, LEAST_LEVEL, NE
 from amptune.measure.results.training_runs import TIMES_BELOW, TIMES_SPREAD, BufferParity, LossCurve
 
 __all__ = [
+    "LEAST_LOOK_STEPS",
     "LEAST_SEEDS",
-    "LEAST_STEPS",
     "Agreement",
     "CurvePair",
     "Gap",
@@ -34,7 +34,7 @@ __all__ = [
 Agreement = Literal["met", "missed", "open"]
 # A curve is compared as the means of so many parts: the batches of a part are many, so their noise is little.
 PARTS = 10
-LEAST_STEPS = 2 * PARTS
+LEAST_LOOK_STEPS = 2 * PARTS
 # With fewer seeds nobody knows what FP32's own runs differ by.
 LEAST_SEEDS = 3
 # The upper end of a 95 % interval.

@@ -26,7 +26,7 @@ STEEPER = 1.1
 # their peak in the optimizer step, so that a line through them is flat.
 BEYOND_PROPORTION = 2
 # The share of cached memory that is lost to fragmentation if memory is short: 0 to 2/3 on an H200, here the middle.
-LOST = 1 / 3
+FRAGMENTED = 1 / 3
 # Memory held at any batch size is at most this many times the weights: gradients, two moments, and two temporaries of
 # a `foreach` optimizer beside them. Anything above that is workspaces, which are released if memory is short.
 MOST_TIMES_WEIGHTS = 6
@@ -118,7 +118,7 @@ class Question:
             careful = max(careful, min(along, BEYOND_PROPORTION * careful))
             each_mib = (last.allocated_mib - before.allocated_mib) / apart
         spare_mib = self.limit_mib - min(last.allocated_mib, most_mib + each_mib * n)
-        lost_mib = LOST * (last.reserved_mib - last.allocated_mib)
+        lost_mib = FRAGMENTED * (last.reserved_mib - last.allocated_mib)
         hopeful = max(careful, _reach(n, spare_mib, each_mib))
         return Prediction(careful=careful, likely=_reach(n, spare_mib - lost_mib, each_mib), hopeful=hopeful)
 

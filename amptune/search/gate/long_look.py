@@ -10,8 +10,8 @@ from amptune.hardware.machine import Hardware
 from amptune.measure.numerics.comparison import LEAST_DEVIATION
 from amptune.measure.numerics.limits import buffer_limit
 from amptune.measure.numerics.long_comparison import (
+    LEAST_LOOK_STEPS,
     LEAST_SEEDS,
-    LEAST_STEPS,
     Agreement,
     CurvePair,
     Gap,
@@ -60,7 +60,7 @@ class LongLook:
 
     @property
     def _are_enough(self) -> bool:
-        return len(self.pairs) >= LEAST_SEEDS and self.steps_seen >= LEAST_STEPS
+        return len(self.pairs) >= LEAST_SEEDS and self.steps_seen >= LEAST_LOOK_STEPS
 
     @property
     def steps_seen(self) -> int:
@@ -134,7 +134,7 @@ def _why_open(look: LongLook) -> str:
         return f"training under the policy ended with seed {len(look.pairs) + 1}: {look.failure}"
     stopped = "" if look.stopped is None else f"; {look.stopped}"
     if look.worst is None and len(look.pairs) >= LEAST_SEEDS:
-        return f"an answer needs {LEAST_STEPS} steps (trained: {look.steps_seen}){stopped}"
+        return f"an answer needs {LEAST_LOOK_STEPS} steps (trained: {look.steps_seen}){stopped}"
     if look.worst is None:
         return f"an answer needs {LEAST_SEEDS} seeds (trained: {len(look.pairs)}){stopped}"
     if look.worst.agreement == "open":

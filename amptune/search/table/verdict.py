@@ -26,7 +26,7 @@ __all__ = [
 # A recorded policy has to be faster than a compiled one by this share.
 GUARDED = 0.03
 # Blocks of a typical policy that differ by more than this are reported.
-NOISY = 0.05
+REPORTED_NOISE = 0.05
 # The spread of figures that are no times: a GPU's peaks differ by the allocator's rounding, energy by its counter's.
 MEMORY_SPREAD, ENERGY_SPREAD = {"cuda": 0.0005, "cpu": 0.01}, 0.02
 _BETTER = {"throughput": "faster", "memory": "less-memory", "energy": "less-energy"}
@@ -283,7 +283,7 @@ def _speed_not_shown(winner: Contender, objective: Objective) -> Iterator[Findin
 
 def _noise(speeds: Estimates) -> Iterator[Finding]:
     deviation = speeds.block_deviation
-    if deviation > NOISY:
+    if deviation > REPORTED_NOISE:
         yield Finding(
             code="noisy",
             message=f"repeats of the same policy varied by {deviation:.0%}: too noisy for small gains; as a rule the "
