@@ -155,7 +155,8 @@ def _module_times(state: State, at: Durations) -> Job | None:
 
 def _refinement(state: State, at: Durations) -> Job | None:
     """Refinements of the leader, as the leader runs, that the modules' times promise."""
-    able = (one for one in refinements_of(state) if not _is_in_background(one, state) and state.is_free(one))
+    eager = (one for one in refinements_of(state) if not _is_in_background(one, state))
+    able = (one for one in eager if state.is_free(one) and not _is_behind(one, state))
     return next((job for one in able if (job := _trial(one, state, at)) is not None), None)
 
 

@@ -235,7 +235,7 @@ class Performer:
         """Times the modules. The study has one order of modules, for all its workers: that of who came first."""
         (policy,) = job.policies
         name, _ = sensed_as(state, policy.memory_format)
-        found = self.evaluator.sense(policy, state.candidates.space.half_dtypes, job.limit_s)
+        found = self.evaluator.sense(policy, state.candidates.stored.half_dtypes, job.limit_s)
         if isinstance(found, Failure):
             found = Sensitivity(modules=(), cast_ms_per_byte=0.0)
         else:

@@ -21,7 +21,7 @@ NEAR = 2.0
 
 def sensed_as(state: State, memory_format: str) -> tuple[str, Policy]:
     """Returns the name and the policy that modules are timed under, for a memory format."""
-    gpu, space = state.prepared.hardware.gpu, state.candidates.space
+    gpu, space = state.prepared.hardware.gpu, state.candidates.stored  # whatever numerics took out of it meanwhile
     math: Fp32Math = "tf32" if gpu is not None and gpu.tf32 and "tf32" in space.choices("fp32_math") else "stock"
     policy = Policy(fp32_math=math, memory_format=memory_format)  # type: ignore[arg-type]
     return f"{policy}, {' '.join(space.half_dtypes)}", policy
