@@ -64,7 +64,7 @@ def report_command(
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
-        say(f"wrote {output}: {study_report.sentence}")
+        say(f"wrote {output}: {study_report.verdict.sentence}")
     else:
         print_study_report(study_report, sys.stdout)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from amptune.report.markup import interval, measured, number, times
 from amptune.report.text_table import TextRow, TextTable
-from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
+from amptune.search.decide.pareto import ParetoPoint
 from amptune.search.table.gains import FIGURES
 
 if TYPE_CHECKING:
@@ -136,11 +136,10 @@ def curves_table(look: LongLook) -> TextTable:
 
 def pareto_table(study_report: StudyReport) -> TextTable:
     """Returns the Pareto set, with each policy's role."""
-    shown = spread_along(study_report.front)
+    shown = study_report.front
     energy = any(point.energy_j_per_sample is not None for point in shown)
-    more = "" if len(shown) == len(study_report.front) else f" ({MOST_POINTS} of {len(study_report.front)})"
     return TextTable(
-        title=f"best trade-offs of speed and memory{more}, beside the baseline",
+        title="best trade-offs of speed and memory, beside the baseline",
         headings=("samples/s", "peak MiB", *(("J/sample",) if energy else ()), "numerics"),
         rows=tuple(
             TextRow(

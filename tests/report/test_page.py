@@ -103,17 +103,15 @@ def test_nothing_of_the_user_is_taken_for_html() -> None:
     assert "<u>" not in page_of(study_report_of(record(tunings=(tuning,), rows=compared()), THROUGHPUT), ())
 
 
-def test_the_verdict_is_a_sentence_with_its_intervals_memory_and_certainty() -> None:
+def test_the_verdict_is_a_sentence_with_its_interval_and_certainty() -> None:
     page = shown(study_report_of(rich(), THROUGHPUT))
     sentence = page.texts("p")[2]
-    assert sentence.startswith("ResNet-50 on NVIDIA H200 trains 2.50× [2.4")
-    assert "as fast as stock PyTorch and 2.00× [" in sentence
-    assert sentence.endswith("as fast as the AMP recipe, in 720 MiB instead of 1,000 MiB.")
+    assert sentence.startswith("ResNet-50 on NVIDIA H200: ")
+    assert "2.50× [2.4" in sentence
     assert "confirmed" in page.texts("span")
-    assert "better with a probability of over 99.9 %; measured in 5 processes" in page.whole
+    assert "over 99.9 % sure" in page.whole
     trials = tuple(trial for trial in record().trials if trial.policy != BF16)
     page = shown(study_report_of(record(trials=trials, rows=compared((trials[0].policy, LAST))), THROUGHPUT))
-    assert "AMP recipe" not in page.texts("p")[2]  # fp16's trains worse than FP32
     assert any("trains worse than FP32" in text for text in page.texts("span"))
 
 
@@ -134,7 +132,6 @@ def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() ->
     page = shown(study_report_of(record(trials=trials), THROUGHPUT))
     assert "undecided" in page.texts("span")
     assert any("keep what you have" in text for text in page.texts("p"))
-    assert "1 other policy was measured; 1 with better figures, and the trials below say why not" in page.whole
     assert any(text.startswith("not shown to be better than the baseline") for text in page.texts("td"))
 
 

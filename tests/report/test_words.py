@@ -66,15 +66,21 @@ def test_what_the_recorded_page_does_not_show_is_explained_too() -> None:
         "findings": [{"code": "not-judged", "message": "why"}],
     }
     text = "\n".join(explain(PolicyFile(policy=STOCK, evidence=unjudged)))
-    assert "Provisional: the numerics gate did not judge it.\nwhy." in text
+    assert "Provisional: the answer is not confirmed, the numerics were not judged" in text
+    assert text.index("why.") > text.index("Provisional")
     losers = [{"policy": {"autocast": name}, "lost": "behind by 20.0%"} for name in ("fp16", "off")]
     evidence: Any = {"finalists": losers, "tuned_on": "2026-11-21T05:00:00Z"}
     said = explain(PolicyFile(policy=amp_recipe("bf16"), evidence=evidence, valid_for={"torch": "2.11"}))
     assert "Why not fp16; stock PyTorch: behind by 20.0%." in said
     assert said[-1].endswith("batch size. Tuned on 2026-11-21.")
-    for_memory: Any = {"objective": "memory", "least_speed": 0.9, "speedup": 1.0, "gain": 1.0}
-    kept = "\n".join(explain(PolicyFile(policy=STOCK, evidence=for_memory)))
-    assert "no policy was shown to use less memory at 0.9 times the baseline's throughput." in kept
+    for_memory: Any = {"objective": "memory", "speedup": 1.02, "gain": 1.6, "gain_ci95": [1.58, 1.62]}
+    for_memory["ablation"] = {"autocast": {"buys": 1.6, "speed": 1.02}}
+    told = explain(PolicyFile(policy=STOCK, evidence=for_memory))
+    compared = "uses 0.62 [0.62, 0.63] times the memory of the baseline at 1.020 times its throughput"
+    assert told[-2:] == (
+        f"Compared: {compared}.",
+        "autocast makes its peak memory 0.62×, and its speed 1.02× that without.",
+    )
 
 
 @pytest.mark.parametrize(

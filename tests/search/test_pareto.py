@@ -8,7 +8,7 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.pareto import ParetoPoint, front_of, points_of, spread_along
+from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
 from amptune.search.table.effects import GPU
@@ -42,21 +42,6 @@ def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(so
     assert set(front) <= set(some)
     assert list(front) == sorted(front, key=lambda one: -one.samples_per_s)
     assert [one.costs for one in front] == [one.costs for one in front_of(some[::-1])]
-
-
-@given(st.lists(points, min_size=1, max_size=40), st.integers(3, 12))
-def test_of_many_points_the_ends_are_kept(some: list[ParetoPoint], most: int) -> None:
-    front = front_of(some)
-    kept = spread_along(front, most)
-    assert len(kept) == min(len(front), most)
-    assert list(kept) == [one for one in front if one in kept]
-    for axis in range(3):
-        assert min(one.costs[axis] for one in kept) == min(one.costs[axis] for one in front)
-
-
-def test_the_points_kept_are_spread_along_the_set() -> None:
-    front = front_of([point(100.0 * 2**-i, 1000.0 * 2**-i, batch=i + 1) for i in range(33)])
-    assert [one.policy.batch_size for one in spread_along(front, 5)] == [1, 9, 17, 25, 33]
 
 
 def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_verdict_tells_the_figure() -> None:

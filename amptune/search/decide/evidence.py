@@ -17,7 +17,6 @@ from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.decide.conclusion import Conclusion
-from amptune.search.decide.pareto import spread_along
 from amptune.search.gate.judgement import Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.contenders import Contender
@@ -65,7 +64,7 @@ def evidence_of(
         "parity": {**parity, **_of_the_gate(found.judgements.known(verdict.winner.policy))},
         "finalists": [_figures(contender) for contender in found.finalists],
         "ablation": {one.variant.setting: _bought(one, found.objective) for one in found.ablation} or None,
-        "pareto": [point.as_dict() for point in spread_along(found.front)] or None,
+        "pareto": [point.as_dict() for point in found.front] or None,
         "findings": [finding.as_dict() for finding in findings],
         "confidence": verdict.confidence,
         "provisional": provisional or None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,7 @@ from amptune.search.gate.judgements import Judgements
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["MOST_POINTS", "ParetoPoint", "front_of", "points_of", "spread_along"]
-
-# Keeps a policy file short.
-MOST_POINTS = 12
+__all__ = ["ParetoPoint", "front_of", "points_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +78,3 @@ def front_of(points: Iterable[ParetoPoint]) -> tuple[ParetoPoint, ...]:
         if not any(other.costs == point.costs or other.dominates(point) for other in front):
             front.append(point)
     return tuple(front)
-
-
-def spread_along(front: Sequence[ParetoPoint], most: int = MOST_POINTS) -> tuple[ParetoPoint, ...]:
-    """Returns at most `most` points, in their order: the best in each figure, and others evenly between."""
-    if len(front) <= most:
-        return tuple(front)
-    ends = {min(range(len(front)), key=lambda i: front[i].costs[axis]) for axis in range(len(front[0].costs))}
-    others, count = [i for i in range(len(front)) if i not in ends], most - len(ends)
-    apart = (len(others) + 1) / (count + 1)
-    even = (others[round(apart * (place + 1)) - 1] for place in range(count))
-    return tuple(front[i] for i in sorted({*ends, *even}))

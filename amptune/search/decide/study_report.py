@@ -69,8 +69,9 @@ def findings_of(study_report: StudyReport) -> tuple[Finding, ...]:
     """
     verdict, record = study_report.verdict, study_report.record
     figures = {"gain": verdict.gain.value, "speedup": verdict.speedup.value, "confidence": verdict.confidence}
-    found = [Finding(code="answer", message=f"{study_report.sentence} ({study_report.grounds})", figures=figures)]
-    if not study_report.is_proven or study_report.compares_nothing:
+    found = [Finding(code="answer", message=f"{verdict.sentence} ({verdict.grounds})", figures=figures)]
+    is_proven = verdict.keeps_the_baseline or verdict.confidence == "confirmed"
+    if not is_proven or verdict.is_open:
         message = "more measurements confirm or refute it: " + command_of(study_report)
         found.append(Finding(code="not-proven", message=message))
     if not record.judgements.passes(study_report.winner):

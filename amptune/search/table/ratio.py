@@ -81,10 +81,11 @@ class Ratio:
         return self.in_words("×")
 
     def in_words(self, unit: str = "") -> str:
-        """Returns the value and its interval, such as "1.52× [1.50, 1.54]"."""
+        """Returns the value and its interval, such as "1.52× [1.50, 1.54]"; the value alone if it reads the same."""
         if self._says_nothing:
             return f"{self.number}{unit} (too noisy to tell)"
-        return f"{self.number}{unit} [{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
+        low, high = (f"{limit:.{self.digits}f}" for limit in (self.low, self.high))
+        return f"{self.number}{unit}" + ("" if low == high else f" [{low}, {high}]")
 
     @property
     def number(self) -> str:
