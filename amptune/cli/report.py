@@ -115,7 +115,7 @@ def _as_data(study_report: StudyReport) -> dict[str, Any]:
         "speedup": verdict.speedup.value,
         "speedup_ci95": [verdict.speedup.low, verdict.speedup.high],
         "confidence": verdict.confidence,
-        "pareto": [point.as_dict() for point in study_report.front],
+        "pareto": study_report.pareto,
         "trials": len(record.trials),
         "failures": dict(Counter(failure.kind for _, failure in study_report.failures)),
         "command": command_of(study_report),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from amptune.report.markup import interval, measured, number, times
 from amptune.report.text_table import TextRow, TextTable
-from amptune.search.decide.pareto import ParetoPoint
 from amptune.search.table.gains import FIGURES
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def pareto_table(study_report: StudyReport) -> TextTable:
                     number(point.samples_per_s),
                     f"{point.peak_memory_mib:,.0f}",
                     *((_joules(point.energy_j_per_sample),) if energy else ()),
-                    "passed" if point.judged else "not judged",
+                    "passed" if study_report.judgements.passes(point.policy) else "not judged",
                 ),
                 policy=str(point.policy),
                 wins=point.policy == study_report.winner,
@@ -158,11 +157,11 @@ def pareto_table(study_report: StudyReport) -> TextTable:
     )
 
 
-def _with_the_named(study_report: StudyReport, shown: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
+def _with_the_named(study_report: StudyReport, shown: Sequence[Contender]) -> Iterator[Contender]:
     """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
     named = {study_report.winner, study_report.baseline.policy}
     others = [point for point in study_report.points if point.policy in named and point not in shown]
-    yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
+    yield from sorted([*shown, *others], key=lambda point: -(point.samples_per_s or 0.0))
 
 
 def _role_in_study(study_report: StudyReport, policy: Policy) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
+from amptune.search.decide.pareto import front_of
 from amptune.search.gate.judgements import Judgements
 from amptune.search.table.ablation import Ablated, ablated
 from amptune.search.table.contenders import Contender
@@ -74,14 +76,24 @@ class Conclusion:
         return ablated(self.verdict, self.winner)
 
     @cached_property
-    def points(self) -> tuple[ParetoPoint, ...]:
-        """The trials that ran and were not rejected."""
-        return points_of(self.trials, self.verdict, self.judgements)
+    def points(self) -> tuple[Contender, ...]:
+        """The policies that were tried, never failed and were not rejected by the numerics gate."""
+        tried = {trial.policy for trial in self.trials}
+        ran = (one for one in self.verdict.contenders if one.samples_per_s and one.policy in tried)
+        return tuple(one for one in ran if not self.judgements.bars(one.policy))
 
     @cached_property
-    def front(self) -> tuple[ParetoPoint, ...]:
+    def front(self) -> tuple[Contender, ...]:
         """The points that no other policy beats in speed, memory and energy at once, the fastest first."""
         return front_of(self.points)
+
+    @property
+    def pareto(self) -> list[dict[str, Any]]:
+        """The front as plain data; `judged` is set if the numerics gate passed it or had nothing to judge."""
+        return [
+            {"policy": policy_to_dict(one.policy), **one.axes, "judged": self.judgements.passes(one.policy)}
+            for one in self.front
+        ]
 
     def numerics_of(self, policy: Policy) -> str:
         """Returns the numerics gate's result for a policy, in words."""

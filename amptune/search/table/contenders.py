@@ -64,6 +64,13 @@ class Contender:
     """Why it did not win; empty for the winner."""
 
     @property
+    def axes(self) -> dict[str, float]:
+        """The figures that are known of what policies trade, to four digits."""
+        names = (_SPEED, *_USE.values())
+        figures = ((name, getattr(self, name)) for name in names)
+        return {name: float(f"{value:.4g}") for name, value in figures if value is not None}
+
+    @property
     def speedup(self) -> float:
         """The ratio of its samples per second to the baseline's; 0 if it failed or the ratio is unknown."""
         return 0.0 if self.vs_baseline is None else self.vs_baseline.value
