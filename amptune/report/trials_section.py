@@ -84,17 +84,7 @@ def _marks(study_report: StudyReport, points: Sequence[tuple[Contender, float]],
         kind = "rejected" if role in ("trial", "recipe") and point.policy not in sound else kind
         title = f"{point.policy}: {number(point.samples_per_s)} samples/s, {number(x)} {unit}"
         marks.append(ChartMark(x=x, y=point.samples_per_s or 0.0, kind=kind, title=title, label=_LABELS.get(role, "")))
-    return _labelled_once(marks)
-
-
-def _labelled_once(marks: Sequence[ChartMark]) -> list[ChartMark]:
-    """Returns the marks with a label at the first of each kind: a policy may have been tried twice."""
-    seen: set[str] = set()
-    found = []
-    for mark in marks:
-        found.append(replace(mark, label="") if mark.label in seen else mark)
-        seen.add(mark.label)
-    return found
+    return marks
 
 
 def kind_of(study_report: StudyReport, policy: Policy) -> Kind:

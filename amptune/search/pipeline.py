@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from amptune.errors import NothingFeasibleError, ObjectiveError, StudyError
+from amptune.errors import DeviceError, NothingFeasibleError, ObjectiveError, SpaceError, StudyError, TargetError
 from amptune.measure.evaluator import Evaluator, WorkerEvaluator
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.subject import Prepared
@@ -178,8 +179,10 @@ def lock_of(device: str | None) -> str:
 def locked(folder: Path, device: str | None, ranks: int = 1) -> Iterator[None]:
     """Keeps others that use this device, or one of the first `ranks` GPUs, out of the study's folder meanwhile.
 
-    Raises `StudyError` if there is one, or if the folder cannot be made.
+    Raises `StudyError` if there is one, or if the folder cannot be made. A folder made here is removed again if the
+    device, space or target that was asked for does not exist, unless another device is used there.
     """
+    is_new, is_for_nothing = not folder.exists(), False
     names = {lock_of(device if ranks == 1 or device == "cpu" else f"cuda:{rank}") for rank in range(ranks)}
     with ExitStack() as locks:
         try:
@@ -193,5 +196,14 @@ def locked(folder: Path, device: str | None, ranks: int = 1) -> Iterator[None]:
             ) from None
         except OSError as error:
             raise StudyError(f"the study's folder {folder} cannot be used: {error}") from error
-        hide_from_git(folder)
-        yield
+        try:
+            yield
+        except (DeviceError, SpaceError, TargetError):
+            is_for_nothing = is_new and len(list(folder.glob(".lock*"))) == len(names)
+            raise
+        finally:
+            locks.close()
+            if is_for_nothing:
+                shutil.rmtree(folder, ignore_errors=True)
+            else:
+                hide_from_git(folder)

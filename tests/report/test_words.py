@@ -16,7 +16,7 @@ from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import STOCK, LossScale, Policy, amp_recipe
 from amptune.report.explanation import explain, machine_in_words
 from amptune.report.progress import describe
-from amptune.report.terminal import _parity_in_words, print_hardware
+from amptune.report.terminal import print_hardware
 from amptune.search.events import TrialEnded
 from amptune.search.table.objective import Objective
 from amptune.search.table.trial import Trial
@@ -106,10 +106,6 @@ def test_the_machine_is_told_a_fact_a_line() -> None:
     assert any(line.strip().startswith("torch: ") for line in lines)
 
 
-def test_parity_is_told_by_what_is_known_of_it_and_a_finding_by_its_module() -> None:
-    assert _parity_in_words({"share_of_allowed": 0.24}) == "of what the numerics gate allows, 24% is used"
-    both = _parity_in_words({"loss_deviation": 0.01, "share_of_allowed": 0.24})
-    assert both.startswith("losses of the first steps differ from the baseline's by 1 %")
-    assert both.endswith("24% is used")
+def test_a_finding_is_told_by_its_module() -> None:
     assert str(Finding(code="breaks", message="it raises", module="")) == "the model itself: it raises"
     assert str(Finding(code="breaks", message="it raises", module="head")) == "head: it raises"

@@ -13,13 +13,11 @@ from tables import BF16, block, row
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
 from amptune.search.table.row import (
-    SITTING_S,
     Row,
     decisive,
     graphs_keep_coming,
     mean_error,
     settled_in,
-    sittings_of,
     step_spread,
 )
 
@@ -72,13 +70,6 @@ def test_a_row_survives_being_written_and_read(one: Row) -> None:
             Row.from_dict({key: value for key, value in data.items() if key != name})
     same = {one.name for one in fields(FULL) if getattr(FULL, one.name) == getattr(took(), one.name)}
     assert same <= {"samples_per_step", "warmup_steps"}
-
-
-def test_rows_of_one_run_within_ten_minutes_are_one_sitting_wherever_the_clock_stands() -> None:
-    moments_s = (2.8 * SITTING_S, 0.7 * SITTING_S, 1.6 * SITTING_S, 3.9 * SITTING_S)
-    second, early, late, third = sittings_of([row(STOCK, 10.0, moment_s=at_s) for at_s in moments_s])
-    assert early == late != second != third
-    assert sittings_of([row(STOCK, 10.0), row(STOCK, 10.0, run="another")]) == [("run", 0), ("another", 0)]
 
 
 @given(st.floats(0.1, 2000), st.floats(0, 0.3))

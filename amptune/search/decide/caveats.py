@@ -57,7 +57,7 @@ def _rejected(found: Conclusion) -> Iterator[Finding]:
             own = without_graph(judgement.policy) == numerics_of(without_graph(contender.policy))
             whose = "" if own else f"of {judgement.policy}, compiled too: "
             message = f"{contender.policy} cannot win: {whose}{judgement}; to see it: {line_to_look(judgement)}"
-            module = judgement.shortcomings[0].module
+            module = next((one.module for one in judgement.shortcomings), None)
             yield Finding(code="rejected", message=message, module=module, figures={"speedup": contender.speedup})
 
 

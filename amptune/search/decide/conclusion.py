@@ -88,6 +88,12 @@ class Conclusion:
         return front_of(self.points)
 
     @property
+    def trade_offs(self) -> tuple[Contender, ...]:
+        """The front, the baseline and the winner, which need not be on it, in the order of contenders."""
+        named = (self.verdict.baseline, self.verdict.winner)
+        return tuple(one for one in self.verdict.contenders if one in self.front or one in named)
+
+    @property
     def pareto(self) -> list[dict[str, Any]]:
         """The front as plain data; `judged` is set if the numerics gate passed it or had nothing to judge."""
         return [

@@ -185,8 +185,9 @@ def _figures(rows: Sequence[Row]) -> dict[str, float]:
 
 def _honest(ratio: Ratio | None) -> Ratio | None:
     """Returns the ratio; the interval of what one process alone has measured reaches 1."""
-    is_of_one = ratio is not None and ratio.launches < PROCESSES and ratio.deviation > 0
-    return ratio.of_one_process if ratio is not None and is_of_one else ratio
+    if ratio is None or ratio.launches >= PROCESSES or ratio.deviation == 0:
+        return ratio
+    return replace(ratio, low=min(ratio.low, 1.0), high=max(ratio.high, 1.0))
 
 
 def _fast_enough(speed: Ratio | None, objective: Objective) -> float:

@@ -43,7 +43,7 @@ from amptune.search.table.effects import Machine
 from amptune.search.table.improvement import Floats
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row, decisive, mean_error, sittings_of, step_spread
+from amptune.search.table.row import Row, decisive, mean_error, step_spread
 
 __all__ = ["Estimates", "fit"]
 
@@ -228,7 +228,7 @@ class _Table:
             score=np.log([value for _, value in scored]),
             design=np.array([[float(row.policy == one) for one in own] for row in rows]),
             noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
-            lasting={"launch": together * process, "sitting": together * policy * _alike(sittings_of(rows))},
+            lasting={"launch": together * process, "sitting": together * policy * _alike([row.run for row in rows])},
             fixed=_LEVEL**2 * _alike([(row.run, row.in_loop) for row in rows])
             + _OFF_LOOP**2 * np.outer(off_loop, off_loop) * policy
             + np.outer(disturbed, disturbed) * process

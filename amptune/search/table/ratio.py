@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -54,11 +54,6 @@ class Ratio:
         if self.deviation == 0.0:
             return float(distance > 0)
         return float(stdtr(max(1.0, self.freedom), distance / self.deviation))
-
-    @property
-    def of_one_process(self) -> Ratio:
-        """This ratio with an interval that reaches 1, since nobody has seen what another process does."""
-        return replace(self, low=min(self.low, 1.0), high=max(self.high, 1.0))
 
     @property
     def half_width(self) -> float:

@@ -15,20 +15,16 @@ from amptune.policy.serialization import finite, policy_from_dict, policy_to_dic
 from amptune.policy.settings import Policy
 
 __all__ = [
-    "SITTING_S",
     "Row",
     "decisive",
     "graphs_keep_coming",
     "mean_error",
     "settled_in",
-    "sittings_of",
     "step_spread",
     "wait_share",
     "waits_for_data",
 ]
 
-# Another run is another sitting, and so is each such part of a run: what other programs do has changed by then.
-SITTING_S = 600.0
 # The standard deviation of a Gaussian over the median distance from its median.
 _DEVIATIONS = 1.4826
 # Fewer steps than this do not show how much steps differ.
@@ -89,14 +85,6 @@ class Row:
             launch=text(data["launch"]),
             moment_s=finite(data["moment_s"]),
         )
-
-
-def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Returns the sitting of each row: its run, and which part of it, counted from its first row."""
-    first_s: dict[str, float] = {}
-    for row in rows:
-        first_s[row.run] = min(row.moment_s, first_s.get(row.run, row.moment_s))
-    return [(row.run, int((row.moment_s - first_s[row.run]) // SITTING_S)) for row in rows]
 
 
 def decisive(rows: Sequence[Row]) -> list[Row]:
