@@ -20,24 +20,27 @@ if TYPE_CHECKING:
 __all__ = ["ablation_table", "claim_table", "curves_table", "policies_table"]
 
 
-def policies_table(found: Conclusion, shown: Iterable[Contender], title: str) -> TextTable:
-    """Returns policies with their roles, figures and numerics; a failure has its kind alone."""
+def policies_table(
+    found: Conclusion, shown: Iterable[Contender], title: str, *, with_numerics: bool = False
+) -> TextTable:
+    """Returns policies with their roles and figures: the times of steps, or what the gate says of their numerics."""
     shown = tuple(shown)
     energy = any(contender.energy_j_per_sample is not None for contender in shown)
     used = found.objective.name != "throughput"
     return TextTable(
         title=title,
         headings=(
-            *("ms/step", "95 %", "samples/s", "peak MiB"),
+            *(() if with_numerics else ("ms/step", "95 %")),
+            *("samples/s", "peak MiB"),
             *(("J/sample",) if energy else ()),
             "vs. baseline",
             *((found.objective.name,) if used else ()),
-            "numerics",
+            *(("numerics",) if with_numerics else ()),
         ),
         rows=tuple(
             TextRow(
                 name=_role(contender, found),
-                figures=_figures(contender, found, energy=energy, used=used),
+                figures=_figures(contender, found if with_numerics else None, energy=energy, used=used),
                 policy=str(contender.policy),
                 wins=contender.policy == found.winner,
             )
@@ -56,20 +59,21 @@ def _role(contender: Contender, found: Conclusion) -> str:
     return ", ".join([*roles, "too slow"] if contender.too_slow else roles)
 
 
-def _figures(contender: Contender, found: Conclusion, *, energy: bool, used: bool) -> tuple[str, ...]:
+def _figures(contender: Contender, study: Conclusion | None, *, energy: bool, used: bool) -> tuple[str, ...]:
     """Returns the figures, or the kind of failure alone."""
     if contender.failure is not None or contender.step_ms is None:
         return (str(contender.failure and contender.failure.kind),)
-    between, joules, judgements = contender.step_ms_ci95, contender.energy_j_per_sample, found.judgements
-    is_sound = not judgements.bars(contender.policy)
+    between, joules = contender.step_ms_ci95, contender.energy_j_per_sample
+    times_ms = (number(contender.step_ms), "") if between is None else measured(contender.step_ms, *between)
+    is_judged = study is not None and study.judgements.passes(contender.policy)
     return (
-        *((number(contender.step_ms), "") if between is None else measured(contender.step_ms, *between)),
+        *(times_ms if study is None else ()),
         number(contender.samples_per_s),
         f"{contender.peak_memory_mib:,.0f}",
         *(("" if joules is None else f"{joules:.4g}",) if energy else ()),
         times(contender.vs_baseline),
         *((f"{1 / contender.merit:.2f}×" if contender.merit else "",) if used else ()),
-        ("passed" if judgements.passes(contender.policy) else "not judged") if is_sound else "rejected",
+        *(("passed" if is_judged else "not judged",) if study is not None else ()),
     )
 
 

@@ -111,7 +111,7 @@ def print_study_report(study_report: StudyReport, stream: TextIO) -> None:
     page.findings(findings_of(study_report))
     page.line()
     title = "best trade-offs of speed and memory, beside the baseline"
-    page.table(policies_table(study_report, study_report.trade_offs, title))
+    page.table(policies_table(study_report, study_report.trade_offs, title, with_numerics=True))
     failures = Counter(failure.kind for _, failure in study_report.failures)
     if failures:
         words = ", ".join(f"{count} {kind}" for kind, count in failures.items())

@@ -34,7 +34,7 @@ def test_at_80_columns_the_tables_of_a_bert_with_rules_are_readable(
         assert str(rule) in words  # whole, not a letter a line
     heading = next(line for line in lines if "ms/step" in line)
     winner = next(place for place, line in enumerate(lines) if line.startswith("winner"))
-    figures = next(line for line in lines[winner:] if re.search(r"\d×  +(passed|not judged)$", line))
+    figures = next(line for line in lines[winner:] if re.search(r"\d×$", line))
     assert len(figures) == len(heading)  # below each other
 
 

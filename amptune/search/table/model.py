@@ -1,8 +1,8 @@
 """The statistical model of the table: what each policy scores, and how well that is known. Pure.
 
-The score y of row r, of policy p in run i, process j and sitting k, is on the logarithm
+The score y of row r, of policy p in run i, which is a sitting, and process j, is on the logarithm
 
-    y_r = s_p + level_i + u_p (launch_pij + sitting_pik + block_r) + doubt_r.
+    y_r = s_p + level_i + u_p (launch_pij + sitting_pi + block_r) + doubt_r.
 
 s_p is the policy's own score, level_i that of its run, which is free: policies are compared within runs. u_p is the
 policy's step spread, how much its steps differ within a block: processes and blocks of steps that wait for the host
