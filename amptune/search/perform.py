@@ -11,7 +11,7 @@ from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measureme
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
-from amptune.search.durations import BESIDE
+from amptune.search.durations import BESIDE, Durations
 from amptune.search.events import ComparisonStarted, Compiling, Observer, TrialEnded
 from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge, PolicyJudged, cure_of
 from amptune.search.gate.judgement import Judgement
@@ -100,12 +100,15 @@ class Performer:
         return state.but(candidates=found)
 
     def _compile(self, job: Job, state: State) -> State:
-        (policy,) = job.policies
-        graphs = replace(state.graphs, begun={**state.graphs.begun, policy: state.request.budget.spent_s})
+        policy, *lost = job.policies  # the others give it their place
+        for one in lost:
+            self.evaluator.stop_compiling(one)
+        begun = {one: at_s for one, at_s in state.graphs.begun.items() if one not in lost}
+        graphs = replace(state.graphs, begun={**begun, policy: state.request.budget.spent_s})
         self.observer(Compiling(policy=policy, left_s=state.request.budget.left_s))
         self.study.note_compiling(graphs.begun)
         self.evaluator.begin_compiling(policy, job.limit_s)
-        return state.but(graphs=graphs)
+        return state.but(graphs=graphs, cut=state.cut.union(lost))
 
     def _wait(self, job: Job, state: State) -> State:
         return state.but(graphs=self._graphs(state.graphs, job.limit_s))
@@ -140,7 +143,8 @@ class Performer:
         longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if is_baseline else LEAST_LIMIT_S, left_s))
         before_s = budget.spent_s
-        effort = _effort(policy, limit_s, state)
+        beside = policy.compile == "off" and not is_baseline and Durations(state).is_late
+        effort = replace(_effort(policy, limit_s, state), beside_compiling=beside)
         outcome = self.evaluator.measure(policy, effort)
         if is_baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
             outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline
