@@ -64,7 +64,7 @@ def report_command(
     if as_json:
         print_json("amptune.report/1", {"output": output, **_as_data(study_report)})
     elif output is not None:
-        say(f"wrote {output}: {study_report.sentence}")
+        say(f"wrote {output}: {study_report.verdict.sentence}")
     else:
         print_study_report(study_report, sys.stdout)
 
@@ -115,7 +115,7 @@ def _as_data(study_report: StudyReport) -> dict[str, Any]:
         "speedup": verdict.speedup.value,
         "speedup_ci95": [verdict.speedup.low, verdict.speedup.high],
         "confidence": verdict.confidence,
-        "pareto": [point.as_dict() for point in study_report.front],
+        "pareto": study_report.pareto,
         "trials": len(record.trials),
         "failures": dict(Counter(failure.kind for _, failure in study_report.failures)),
         "command": command_of(study_report),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from amptune.errors import ClaimError, ObjectiveError
@@ -13,9 +12,9 @@ from amptune.policy.policy_file import PolicyFile
 from amptune.policy.serialization import in_one_line, policy_from_dict
 from amptune.policy.settings import KNOBS, Policy
 from amptune.search.claim import require_figures
-from amptune.search.table.gains import FIGURES, goal_of
+from amptune.search.table.gains import FIGURES, gain_in_words
 from amptune.search.table.objective import Objective
-from amptune.search.table.ratio import CONFIRMED, LIKELY, chance_in_words
+from amptune.search.table.ratio import CONFIRMED, LIKELY, Ratio, chance_in_words
 
 __all__ = ["explain", "machine_in_words"]
 
@@ -36,7 +35,7 @@ def explain(policy_file: PolicyFile) -> tuple[str, ...]:
         return (
             *settings,
             *_evidence(evidence),
-            *_losers(policy, evidence),
+            *_losers(evidence),
             *_risks(policy, evidence),
             *_validity(policy_file.valid_for, evidence),
         )
@@ -51,27 +50,17 @@ def _readable() -> Iterator[None]:
         raise ClaimError(f"evidence is not what `amptune tune` writes: {in_one_line(error)}") from error
 
 
-def _same(measured: Policy, written: Policy) -> bool:
-    """Compares policies: the workload's own batch size is absent from a measured policy, but written to the file."""
-    return replace(measured, batch_size=measured.batch_size or written.batch_size) == written
-
-
 def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     if not evidence:
         yield "There is no evidence in this file: it was written by hand."
         return
     if "step_ms" in evidence:
         yield f"Measured: {evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
-    if evidence.get("objective") in ("memory", "energy"):
-        yield from _gained(evidence, Objective(evidence["objective"], evidence.get("least_speed", 1.0)))
-    elif evidence.get("speedup") == 1:
-        yield "Nothing was shown to be faster than the baseline."
-    elif "speedup" in evidence:
-        interval = evidence.get("speedup_ci95")
-        between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
-        yield f"That is {evidence['speedup']:g} times the speed of the baseline{between}."
+    objective = Objective(evidence.get("objective", "throughput"), evidence.get("least_speed", 1.0))
+    if "speedup" in evidence and not evidence.get("findings"):  # the first of which says it
+        gain, speedup = _ratio(evidence, "gain" if "gain" in evidence else "speedup"), _ratio(evidence, "speedup")
+        yield f"Compared: {gain_in_words(objective, gain, speedup)}."
     yield from _sureness(evidence)
-    objective = evidence.get("objective", "throughput")
     yield from (_bought(setting, figures, objective) for setting, figures in evidence.get("ablation", {}).items())
     recipe = evidence.get("amp_recipe")
     if recipe and "step_ms" in recipe:
@@ -86,14 +75,11 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
 def _sureness(evidence: Mapping[str, Any]) -> Iterator[str]:
     confidence = evidence.get("confidence")
     if confidence in _SURE:
-        what = "no measured policy is better" if evidence.get("gain", evidence.get("speedup")) == 1 else "it is better"
-        yield f"{confidence.capitalize()}: {what} with a probability of at least {chance_in_words(_SURE[confidence])}."
+        yield f"{confidence.capitalize()}: with a probability of at least {chance_in_words(_SURE[confidence])}."
     elif confidence == "undecided":
         yield "Undecided: a policy may be better; more --budget, or a quieter machine, tells."
-    if evidence.get("provisional") and any(one.get("code") == "not-judged" for one in evidence.get("findings", ())):
-        yield "Provisional: the numerics gate did not judge it."
-    elif evidence.get("provisional") and confidence != "likely":
-        yield "Provisional: the search was cut short, or its measurements were too few."
+    if evidence.get("provisional"):
+        yield "Provisional: the answer is not confirmed, the numerics were not judged, or the search was cut short."
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
@@ -101,37 +87,27 @@ def _finding(finding: Mapping[str, Any]) -> str:
     return (f"{module}: " if module else "") + f"{finding.get('message', '')}."
 
 
-def _gained(evidence: Mapping[str, Any], objective: Objective) -> Iterator[str]:
-    """Yields the memory or energy use, and the speed, of a policy tuned for memory or energy."""
-    if evidence.get("gain", 1) == 1:
-        yield f"Tuned for {objective.name}: no policy was shown {goal_of(objective)}."
-        return
-    interval = evidence.get("gain_ci95")
-    exact = interval is None or interval[0] == interval[1]
-    between = f" (95 % interval {1 / interval[1]:.3g} to {1 / interval[0]:.3g})" if interval and not exact else ""
-    what = FIGURES[objective.name]
-    yield f"Its {what} is {1 / evidence['gain']:.3g} times that of the baseline{between}."
-    yield f"Its speed is {evidence.get('speedup', 1):g} times that of the baseline."
+def _ratio(figures: Mapping[str, Any], name: str) -> Ratio:
+    """Returns a ratio of the evidence, with its interval if there is one."""
+    low, high = figures.get(f"{name}_ci95", (figures[name], figures[name]))
+    return Ratio(value=figures[name], low=low, high=high)
 
 
-def _bought(setting: str, figures: Mapping[str, Any], objective: str) -> str:
-    interval = figures.get("buys_ci95")
-    if objective != "throughput":
-        what, speed = FIGURES[objective], figures.get("speed", 1)
-        return (
-            f"{setting} makes its {what} {1 / figures['buys']:.3g} times, and its speed {speed:g} times that without."
-        )
-    between = f" (95 % interval {interval[0]:g} to {interval[1]:g})" if interval else ""
-    return f"{setting} makes it {figures['buys']:g} times as fast as without{between}."
+def _bought(setting: str, figures: Mapping[str, Any], objective: Objective) -> str:
+    """Returns what a setting buys beside the policy without it."""
+    buys = _ratio(figures, "buys")
+    if objective.name == "throughput":
+        return f"{setting} makes it {buys} as fast as without."
+    with_it = f"its {FIGURES[objective.name]} {buys.inverse}, and its speed {figures.get('speed', 1):g}×"
+    return f"{setting} makes {with_it} that without."
 
 
-def _losers(policy: Policy, evidence: Mapping[str, Any]) -> Iterator[str]:
+def _losers(evidence: Mapping[str, Any]) -> Iterator[str]:
     """Yields why the other finalists did not win, those with one reason together."""
     reasons: dict[str, list[str]] = {}
     for one in evidence.get("finalists", ()):
-        other = policy_from_dict(one["policy"])
-        if one.get("lost") and not _same(other, policy):
-            reasons.setdefault(one["lost"], []).append(str(other))
+        if one.get("lost"):
+            reasons.setdefault(one["lost"], []).append(str(policy_from_dict(one["policy"])))
     for reason, lost in list(reasons.items())[:MOST_REASONS]:
         yield f"Why not {'; '.join(lost)}: {reason}."
 

@@ -1,4 +1,4 @@
-"""The page's last section: findings by worth, each with what to do; and all that it takes to repeat the study. Pure."""
+"""The page's last section: findings by importance, with what to do; and all that it takes to repeat the study. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from amptune.report.markup import code, memory, note, prose, section, table
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 
-__all__ = ["findings_section_of", "repeated", "worth_of"]
+__all__ = ["findings_section_of", "repeated"]
 
 # What to do about a finding whose message does not say it.
 _ADVICE = {
@@ -21,45 +21,27 @@ _ADVICE = {
     "beside-compiling": "Give more with --budget: then more blocks are measured when nothing compiles.",
     "allocator-thrashing": "Use a smaller batch; memory is short.",
     "unsteady": "Give more with --budget, or tune on a quieter machine.",
-    "noisy": "Tune on a quieter machine; more --budget makes intervals narrower.",
     "input-bound": "Make the loader faster: more workers, pinned memory, decoding on the GPU. No policy helps there.",
-    "rejected": "Nothing, unless you want that speed: `amptune diagnose TARGET` names the modules that break it.",
     "not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
     "graph-not-judged": "Run the same command again, or `amptune verify policy.yaml TARGET --numerics`.",
-    "not-proven": "Run that command.",
     "shared-cpu": "Measure the policy again with all cores: `amptune verify policy.yaml TARGET`.",
-    "compile-not-tried": "Run the same command again: it continues.",
-    "compile-pays": "Nothing, if you train for longer than that.",
     "graph-breaks": "Move what breaks the graph out of the model's forward, or keep compile off.",
     "recompiles": "Pad batches to a fixed size.",
     "launch-bound": "CUDA graphs or torch.compile: the host is too slow for this GPU.",
     "interrupted": "Run the same command again: it continues.",
-    "undecided": "Run the same command again: it continues.",
-    "speed-not-shown": "Run the same command again: it continues.",
 }  # fmt: skip
 
 
 def findings_section_of(study_report: StudyReport, findings: Iterable[Finding]) -> str:
-    shown = sorted(ranked(findings), key=lambda one: -worth_of(one))
-    items = "\n".join(map(_item, shown)) or "<li>Nothing was noticed.</li>"
+    items = "\n".join(map(_item, ranked(findings))) or "<li>Nothing was noticed.</li>"
     again = repeated(study_report.record, command_of(study_report))
     return section("findings", "Findings", f'<ul class="findings">{items}</ul>', *again)
 
 
-def worth_of(finding: Finding) -> float:
-    """Returns what acting on a finding may gain, as a share of the speed; 0 if nobody knows."""
-    figures = finding.figures
-    if finding.code == "input-bound" and isinstance(figures.get("share"), float):
-        return float(figures["share"]) / max(0.01, 1 - float(figures["share"]))
-    return 0.0
-
-
 def _item(finding: Finding) -> str:
-    worth = worth_of(finding)
-    gain = f'<span class="worth">up to {worth:.0%} faster:</span>' if worth > 0 else ""
     advice = _ADVICE.get(finding.code)
     do = f'<span class="do">{prose(advice)}</span>' if advice else ""
-    return f"<li>{gain}{prose(str(finding))}{do}</li>"
+    return f"<li>{prose(str(finding))}{do}</li>"
 
 
 def repeated(record: StudyRecord, command: str) -> Iterator[str]:

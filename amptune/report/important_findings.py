@@ -18,7 +18,7 @@ _GRAVE = {
     "speed-not-shown", "loader-failed",
 }  # fmt: skip
 # Findings that change nothing for the user; so do those that count blocks.
-_DETAILS = {"simplest", "noisy", "compile-not-needed", "sound"}
+_DETAILS = {"noisy", "sound"}
 # Of the important findings, the most that are shown without being asked for.
 MOST_SHOWN = 5
 

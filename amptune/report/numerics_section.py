@@ -1,4 +1,4 @@
-"""The page's section on numerics: how much of what is allowed was used, the worst modules, the first losses. Pure."""
+"""The page's section on numerics: how much of what is allowed was used, the worst modules, the losses. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 from amptune.measure.numerics.long_comparison import smoothed
-from amptune.measure.results.outcome import Measurement
-from amptune.policy.settings import Policy
 from amptune.report.markup import key, note, section, table
 from amptune.report.plot import Bar, ChartLine, bars, lines
 from amptune.search.decide.study_report import StudyReport
@@ -68,57 +66,34 @@ def _used(judged: Sequence[Judgement], own: Judgement | None) -> str:
 
 
 def _losses(study_report: StudyReport) -> Iterator[str]:
-    """Yields loss curves: of the policy's judgement, else of the first steps."""
-    if study_report.keeps_the_baseline:
-        return
-    policy = study_report.winner
-    judged = study_report.judgements.known(policy)
-    if judged is not None and judged.losses_fp32:
-        runs = judged.losses_fp32
-        yield from _drawn("Losses of the judgement", runs, runs[:1], [judged.losses], "FP32 and its replicas", _GATE)
-        return
-    fp32, own = _first_steps(study_report, study_report.baseline.policy), _first_steps(study_report, policy)
-    if fp32 and own and len(fp32[0]) > 1:
-        yield from _drawn("Losses of the first steps", fp32, fp32, own, "the baseline, its range is the band", _SHORT)
+    """Yields the loss curves of the policy's judgement."""
+    judged = study_report.judgements.known(study_report.winner)
+    if not study_report.keeps_the_baseline and judged is not None and judged.losses_fp32:
+        yield from _drawn(judged.losses_fp32, judged.losses)
 
 
 _GATE = (
     "From the same weights, by the numerics gate; replicas of FP32 take the batches in another order. `amptune verify "
     "policy.yaml TARGET --numerics` trains for longer, with several seeds."
 )
-_SHORT = (
-    "From the same weights and on the same batches. `amptune verify policy.yaml TARGET --numerics` trains for longer, "
-    "with several seeds."
-)
 
 
-def _drawn(
-    heading: str,
-    band: Sequence[Sequence[float]],
-    fp32: Sequence[Sequence[float]],
-    own: Sequence[Sequence[float]],
-    name: str,
-    words: str,
-) -> Iterator[str]:
-    """Yields a chart: a `band` of runs in FP32; as lines the means of those held against the policy, and of its own."""
-    count = min(map(len, (*band, *own)))
+def _drawn(fp32: Sequence[Sequence[float]], own: Sequence[float]) -> Iterator[str]:
+    """Yields a chart: FP32 and its replicas as a band; as lines FP32 itself, the first of them, and the policy."""
+    count = min(map(len, (*fp32, own)))
 
     def over(pick: Callable[[list[float]], float], curves: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
         return smoothed([pick(list(losses)) for losses in zip(*(curve[:count] for curve in curves), strict=True)])
 
-    yield f"<h3>{heading}</h3>"
-    means = over(fmean, fp32), over(fmean, own)
+    name = "FP32 and its replicas"
+    yield "<h3>Losses of the judgement</h3>"
+    means = over(fmean, fp32[:1]), over(fmean, [own])
     drawn = [
-        ChartLine(points=over(max, band), down_to=over(min, band), kind="band", title=name),
-        ChartLine(points=means[0], kind="fp32 mean", title=f"mean of {len(fp32)} runs"),
-        ChartLine(points=means[1], kind="policy mean", title=f"the policy, mean of {len(own)} runs"),
+        ChartLine(points=over(max, fp32), down_to=over(min, fp32), kind="band", title=name),
+        ChartLine(points=means[0], kind="fp32 mean", title="FP32"),
+        ChartLine(points=means[1], kind="policy mean", title="the policy"),
     ]
     yield lines(drawn, "step", "loss")
-    yield key([("band", name), ("line", "its mean"), ("policy", "the policy, mean")])
+    yield key([("band", name), ("line", "FP32"), ("policy", "the policy")])
     off = max(abs(value - base) / max(abs(base), 1e-12) for (_, base), (_, value) in zip(*means, strict=True))
-    yield note(f"The means differ by {100 * off:.2g} % of the loss at most. {words}")
-
-
-def _first_steps(study_report: StudyReport, policy: Policy) -> list[tuple[float, ...]]:
-    rows = (row for row in study_report.record.table if row.policy == policy and not row.in_loop)
-    return [row.outcome.losses for row in rows if isinstance(row.outcome, Measurement) and row.outcome.losses]
+    yield note(f"They differ by {100 * off:.2g} % of the loss at most. {_GATE}")

@@ -17,8 +17,8 @@ from amptune.report.trials_section import trials_of, trials_without_answer
 from amptune.search.decide.study_report import StudyReport, command_of, tuning_command
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.contenders import Contender
-from amptune.search.table.gains import counted, gain_in_words, goal_of
-from amptune.search.table.ratio import Ratio, chance_in_words
+from amptune.search.table.gains import counted
+from amptune.search.table.ratio import Ratio
 
 __all__ = ["page_of", "page_without_answer"]
 
@@ -88,7 +88,7 @@ def _heading(record: StudyRecord, objective: str) -> str:
 def _verdict(study_report: StudyReport) -> str:
     state = _state(study_report)
     parts = [
-        note(_sentence(study_report), "sentence"),
+        note(f"{_title(study_report.record)}: {study_report.verdict.sentence}.", "sentence"),
         f'<p><span class="badge">{escape(state)}</span> {escape(_grounds(study_report))}</p>',
         *_bars(study_report),
         *_next(study_report),
@@ -103,60 +103,14 @@ def _state(study_report: StudyReport) -> str:
     interrupted = any(finding.code == "interrupted" for finding in record.findings)
     confirmed = study_report.verdict.confidence == "confirmed" and not interrupted
     if study_report.keeps_the_baseline:
-        return "nothing compared" if study_report.compares_nothing else "no gain" if confirmed else "undecided"
+        return "nothing compared" if study_report.verdict.is_open else "no gain" if confirmed else "undecided"
     return "confirmed" if confirmed and record.judgements.passes(study_report.winner) else "provisional"
 
 
-def _sentence(study_report: StudyReport) -> str:
-    last, verdict = study_report.record.last, study_report.verdict
-    winner, objective = verdict.winner, study_report.objective
-    whose = f"{last.workload} on {last.hardware}"
-    if study_report.compares_nothing:
-        return f"{whose}: {study_report.sentence}."
-    if study_report.keeps_the_baseline:
-        return f"{whose}: keep what you have. No policy was shown {goal_of(objective)}{_rival(study_report)}."
-    if objective.name != "throughput":
-        return f"{whose} {gain_in_words(objective, verdict.gain, verdict.speedup)}, under {winner.policy}."
-    than = f"{_with_interval(verdict.speedup)} as fast as {verdict.baseline.policy}"
-    recipe = study_report.amp_recipe
-    ratio = None if recipe is None else verdict.speeds.between(winner.policy, recipe.policy)
-    named = (winner.policy, verdict.baseline.policy)
-    if recipe is not None and ratio is not None and recipe.policy not in named and not _is_barred(study_report, recipe):
-        than += f" and {_with_interval(ratio)} as fast as the AMP recipe"
-    used, before = memory(winner.peak_memory_mib), memory(verdict.baseline.peak_memory_mib)
-    room = f", in {used} instead of {before}" if used and before and used != before else ""
-    return f"{whose} trains {than}{room}."
-
-
-def _rival(study_report: StudyReport) -> str:
-    leader = study_report.verdict.leader
-    if leader is None or leader.gain is None:
-        return ""
-    words = gain_in_words(study_report.objective, leader.gain, leader.vs_baseline)
-    return f". The best rival is {leader.policy}: {words}"
-
-
-def _is_barred(study_report: StudyReport, contender: Contender) -> bool:
-    return study_report.judgements.bars(contender.policy)
-
-
-def _with_interval(ratio: Ratio) -> str:
-    return f"{ratio.number} times" if ratio.low == ratio.high else str(ratio)
-
-
 def _grounds(study_report: StudyReport) -> str:
-    launches = study_report.verdict.gain.launches
-    processes = f"; measured in {counted(launches, 'process')}" if launches else ""
     if study_report.keeps_the_baseline:
-        others = len(study_report.verdict.contenders) - 1
-        measured = f"{others} other polic{'y was' if others == 1 else 'ies were'} measured{processes}"
-        ahead = sum(one.merit > 1 for one in study_report.verdict.contenders)
-        return measured + (f"; {ahead} with better figures, and the trials below say why not" if ahead else "")
-    chance, numerics = (
-        chance_in_words(study_report.verdict.winner.chance),
-        study_report.numerics_of(study_report.winner),
-    )
-    return f"better with a probability of {chance}{processes}; numerics: {numerics}"
+        return study_report.verdict.grounds
+    return f"{study_report.verdict.grounds}; numerics: {study_report.numerics_of(study_report.winner)}"
 
 
 def _bars(study_report: StudyReport) -> Iterator[str]:
@@ -169,7 +123,7 @@ def _bars(study_report: StudyReport) -> Iterator[str]:
     speeds = []
     for name, one, kind in shown:
         if (ratio := one.vs_baseline) is not None:
-            worse = "; trains worse than FP32" if _is_barred(study_report, one) else ""
+            worse = "; trains worse than FP32" if study_report.judgements.bars(one.policy) else ""
             between = None if ratio.low == ratio.high else (ratio.low, ratio.high)
             words = _speed_in_words(one, ratio) + worse
             speeds.append(Bar(name=f"{name}: {_short(one)}", end=ratio.value, kind=kind, words=words, between=between))

@@ -2,85 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from amptune.report.markup import interval, measured, number, times
 from amptune.report.text_table import TextRow, TextTable
-from amptune.search.decide.pareto import MOST_POINTS, ParetoPoint, spread_along
 from amptune.search.table.gains import FIGURES
 
 if TYPE_CHECKING:
-    from amptune.policy.settings import Policy
-    from amptune.search.decide.decision import Decision
-    from amptune.search.decide.study_report import StudyReport
+    from amptune.search.decide.conclusion import Conclusion
     from amptune.search.gate.long_look import LongLook
     from amptune.search.table.ablation import Ablated
     from amptune.search.table.contenders import Contender
     from amptune.search.table.objective import Objective
     from amptune.search.verification import Verification
 
-__all__ = ["ablation_table", "claim_table", "comparison_table", "curves_table", "pareto_table"]
+__all__ = ["ablation_table", "claim_table", "curves_table", "policies_table"]
 
 
-def comparison_table(decision: Decision) -> TextTable:
-    """Returns the finalists, with the figures of the comparison that supports the claim."""
-    shown = _finalists(decision)
+def policies_table(
+    found: Conclusion, shown: Iterable[Contender], title: str, *, with_numerics: bool = False
+) -> TextTable:
+    """Returns policies with their roles and figures: the times of steps, or what the gate says of their numerics."""
+    shown = tuple(shown)
     energy = any(contender.energy_j_per_sample is not None for contender in shown)
-    used = decision.objective.name != "throughput"
+    used = found.objective.name != "throughput"
     return TextTable(
-        title=f"{decision.subject.name} on {decision.hardware.name}",
+        title=title,
         headings=(
-            *("ms/step", "95 %", "samples/s", "peak MiB"),
+            *(() if with_numerics else ("ms/step", "95 %")),
+            *("samples/s", "peak MiB"),
             *(("J/sample",) if energy else ()),
             "vs. baseline",
-            *((decision.objective.name,) if used else ()),
+            *((found.objective.name,) if used else ()),
+            *(("numerics",) if with_numerics else ()),
         ),
         rows=tuple(
             TextRow(
-                name=_role(contender, decision),
-                figures=_figures(contender, energy=energy, used=used),
+                name=_role(contender, found),
+                figures=_figures(contender, found if with_numerics else None, energy=energy, used=used),
                 policy=str(contender.policy),
-                wins=contender.policy == decision.verdict.winner.policy,
+                wins=contender.policy == found.winner,
             )
             for contender in shown
         ),
-        note=f"{decision.objective.name}: share of the baseline's." if used else "",
+        note=f"{found.objective.name}: share of the baseline's." if used else "",
     )
 
 
-def _finalists(decision: Decision) -> list[Contender]:
-    claimed = {decision.verdict.winner.policy: decision.verdict.winner, decision.baseline.policy: decision.baseline}
-    others = [contender for contender in decision.finalists if contender.policy not in claimed]
-    return sorted([*claimed.values(), *others], key=lambda contender: contender.place)
-
-
-def _role(contender: Contender, decision: Decision) -> str:
-    roles = []
-    if contender.policy == decision.verdict.winner.policy:
-        roles.append("winner")
-    if contender.policy == decision.baseline.policy:
+def _role(contender: Contender, found: Conclusion) -> str:
+    roles = ["winner"] if contender.policy == found.winner else []
+    if contender.policy == found.baseline.policy:
         roles.append("baseline")
-    elif decision.amp_recipe is not None and contender.policy == decision.amp_recipe.policy:
+    elif found.amp_recipe is not None and contender.policy == found.amp_recipe.policy:
         roles.append("AMP recipe")
-    if contender.too_slow:
-        roles.append("too slow")
-    return ", ".join(roles)
+    return ", ".join([*roles, "too slow"] if contender.too_slow else roles)
 
 
-def _figures(contender: Contender, *, energy: bool, used: bool) -> tuple[str, ...]:
+def _figures(contender: Contender, study: Conclusion | None, *, energy: bool, used: bool) -> tuple[str, ...]:
     """Returns the figures, or the kind of failure alone, or that its trials ended early."""
     if contender.failure is not None or contender.step_ms is None:
         return ("ended early" if contender.failure is None else contender.failure.kind,)
-    ratio, between = contender.vs_baseline, contender.step_ms_ci95
-    step_ms = contender.step_ms
+    between, joules = contender.step_ms_ci95, contender.energy_j_per_sample
+    times_ms = (number(contender.step_ms), "") if between is None else measured(contender.step_ms, *between)
+    is_judged = study is not None and study.judgements.passes(contender.policy)
     return (
-        *((number(step_ms), "") if between is None else measured(step_ms, *between)),
+        *(times_ms if study is None else ()),
         number(contender.samples_per_s),
         f"{contender.peak_memory_mib:,.0f}",
-        *((_joules(contender.energy_j_per_sample),) if energy else ()),
-        times(ratio),
+        *(("" if joules is None else f"{joules:.4g}",) if energy else ()),
+        times(contender.vs_baseline),
         *((f"{1 / contender.merit:.2f}×" if contender.merit else "",) if used else ()),
+        *(("passed" if is_judged else "not judged",) if study is not None else ()),
     )
 
 
@@ -108,8 +101,8 @@ def claim_table(found: Verification) -> TextTable:
         title=f"on {found.hardware.name}, {found.seconds:.0f} s",
         headings=("claimed", "measured"),
         rows=(
-            TextRow(name="policy, ms/step", figures=(_ms(claim.step_ms), _ms(found.policy.step_ms))),
-            TextRow(name="baseline, ms/step", figures=(_ms(claim.baseline_ms), _ms(found.baseline.step_ms))),
+            TextRow(name="policy, ms/step", figures=(number(claim.step_ms), number(found.policy.step_ms))),
+            TextRow(name="baseline, ms/step", figures=(number(claim.baseline_ms), number(found.baseline.step_ms))),
             TextRow(
                 name="speed-up",
                 figures=(
@@ -132,48 +125,3 @@ def curves_table(look: LongLook) -> TextTable:
         headings=("FP32", "between seeds", "policy"),
         rows=tuple(rows),
     )
-
-
-def pareto_table(study_report: StudyReport) -> TextTable:
-    """Returns the Pareto set, with each policy's role."""
-    shown = spread_along(study_report.front)
-    energy = any(point.energy_j_per_sample is not None for point in shown)
-    more = "" if len(shown) == len(study_report.front) else f" ({MOST_POINTS} of {len(study_report.front)})"
-    return TextTable(
-        title=f"best trade-offs of speed and memory{more}, beside the baseline",
-        headings=("samples/s", "peak MiB", *(("J/sample",) if energy else ()), "numerics"),
-        rows=tuple(
-            TextRow(
-                name=_role_in_study(study_report, point.policy),
-                figures=(
-                    number(point.samples_per_s),
-                    f"{point.peak_memory_mib:,.0f}",
-                    *((_joules(point.energy_j_per_sample),) if energy else ()),
-                    "passed" if point.judged else "not judged",
-                ),
-                policy=str(point.policy),
-                wins=point.policy == study_report.winner,
-            )
-            for point in _with_the_named(study_report, shown)
-        ),
-    )
-
-
-def _with_the_named(study_report: StudyReport, shown: Sequence[ParetoPoint]) -> Iterator[ParetoPoint]:
-    """Yields the points, fastest first, plus winner and baseline, which need not be in the Pareto set."""
-    named = {study_report.winner, study_report.baseline.policy}
-    others = [point for point in study_report.points if point.policy in named and point not in shown]
-    yield from sorted([*shown, *others], key=lambda point: -point.samples_per_s)
-
-
-def _role_in_study(study_report: StudyReport, policy: Policy) -> str:
-    roles = {study_report.winner: "answer", study_report.baseline.policy: "baseline"}
-    return "answer: baseline" if study_report.keeps_the_baseline and policy in roles else roles.get(policy, "")
-
-
-def _ms(value: float | None) -> str:
-    return number(value)
-
-
-def _joules(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from amptune.errors import visible
 from amptune.report.answer import answer_of
 from amptune.report.hardware_facts import hardware_in_lines
 from amptune.report.important_findings import important, ranked
-from amptune.report.result_tables import ablation_table, claim_table, comparison_table, curves_table, pareto_table
+from amptune.report.result_tables import ablation_table, claim_table, curves_table, policies_table
 from amptune.report.text_table import TextTable, wrapped
 from amptune.search.decide.study_report import StudyReport, command_of, findings_of
 
@@ -52,7 +52,7 @@ def print_decision(
         page.line(line)
     if verbose:
         page.line()
-        page.table(comparison_table(decision))
+        page.table(policies_table(decision, decision.finalists, f"{decision.subject.name} on {decision.hardware.name}"))
         page.line()
         if decision.ablation:
             page.table(ablation_table(decision.ablation, decision.objective))
@@ -67,9 +67,6 @@ def print_findings(decision: Decision, stream: TextIO, *, artifacts: str | None 
     """
     page = _Page(stream)
     page.findings(ranked(decision.findings) if verbose else important(decision.findings))
-    parity = decision.policy_file.evidence.get("parity", {})
-    if parity and verbose:
-        page.bullet(_parity_in_words(parity))
     if artifacts is not None:
         page.bullet(f"compiled graphs are in {artifacts}; amptune.apply(…, artifacts=True) loads them")
 
@@ -113,7 +110,8 @@ def print_study_report(study_report: StudyReport, stream: TextIO) -> None:
     page.line(f"{record.last.workload} on {record.last.hardware}, for {study_report.objective.name}", _TITLE)
     page.findings(findings_of(study_report))
     page.line()
-    page.table(pareto_table(study_report))
+    title = "best trade-offs of speed and memory, beside the baseline"
+    page.table(policies_table(study_report, study_report.trade_offs, title, with_numerics=True))
     failures = Counter(failure.kind for _, failure in study_report.failures)
     if failures:
         words = ", ".join(f"{count} {kind}" for kind, count in failures.items())
@@ -149,16 +147,3 @@ class _Page:
     def table(self, table: TextTable) -> None:
         for line in table.lines(self._width):
             self.as_it_is(line.text, _TITLE if line.is_title else _WINNER if line.wins else "")
-
-
-def _parity_in_words(parity: Mapping[str, float]) -> str:
-    """Each figure is optional: losses need equal batches, the gate's share needs a policy it has judged."""
-    words = []
-    if "loss_deviation" in parity:
-        own, spread = parity["loss_deviation"], parity.get("fp32_loss_deviation", 0.0)
-        differ = f"differ from the baseline's by {100 * own:.2g} %" if own else "equal the baseline's"
-        beside = f" (its own runs by {100 * spread:.2g} %)" if spread else ""
-        words.append(f"losses of the first steps {differ}{beside}")
-    if "share_of_allowed" in parity:
-        words.append(f"of what the numerics gate allows, {parity['share_of_allowed']:.0%} is used")
-    return "; ".join(words)

@@ -10,7 +10,7 @@ from amptune.measure.results.outcome import Failure, FailureKind, Measurement
 from amptune.policy.settings import Policy
 from amptune.report.markup import interval, key, memory, note, number, section, table, times
 from amptune.report.plot import ChartMark, Kind, scatter
-from amptune.search.decide.pareto import ParetoPoint, front_of
+from amptune.search.decide.pareto import front_of
 from amptune.search.decide.study_report import StudyReport
 from amptune.search.sampler.records import StudyRecord
 from amptune.search.table.contenders import Contender
@@ -59,10 +59,11 @@ def trials_without_answer(record: StudyRecord) -> str:
 
 def _charts(study_report: StudyReport) -> Iterator[str]:
     """Yields charts of throughput over peak memory, and over energy if it was measured; their key."""
-    points = _plotted(study_report)
-    in_gib = max(point.peak_memory_mib for point in points) >= _GIB
+    points = [one for one in study_report.verdict.contenders if one.samples_per_s]
+    peaks_mib = [(one, one.peak_memory_mib or 0.0) for one in points]
+    in_gib = max(mib for _, mib in peaks_mib) >= _GIB
     unit, size = ("GiB", _GIB) if in_gib else ("MiB", 1)
-    by_memory = _marks(study_report, [(one, one.peak_memory_mib / size) for one in points], unit)
+    by_memory = _marks(study_report, [(one, mib / size) for one, mib in peaks_mib], unit)
     yield scatter(by_memory, f"peak memory, {unit}", "samples per second")
     energy = [(one, one.energy_j_per_sample) for one in points if one.energy_j_per_sample is not None]
     if len(energy) > 1:
@@ -71,21 +72,7 @@ def _charts(study_report: StudyReport) -> Iterator[str]:
     yield key((kind, words) for kind, words in _KEY if kind in kinds)
 
 
-def _plotted(study_report: StudyReport) -> list[ParetoPoint]:
-    """Returns all trials that ran, including those the numerics gate rejected."""
-    return [
-        ParetoPoint(
-            policy=one.policy,
-            samples_per_s=one.samples_per_s,
-            peak_memory_mib=one.peak_memory_mib,
-            energy_j_per_sample=one.energy_j_per_sample,
-        )
-        for one in study_report.verdict.contenders
-        if one.samples_per_s and one.peak_memory_mib
-    ]
-
-
-def _marks(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]], unit: str) -> list[ChartMark]:
+def _marks(study_report: StudyReport, points: Sequence[tuple[Contender, float]], unit: str) -> list[ChartMark]:
     """Returns a mark for each point, with its place on the horizontal axis in `unit`."""
     sound = {point.policy for point in study_report.points}
     plane = [replace(p, peak_memory_mib=x, energy_j_per_sample=None) for p, x in points if p.policy in sound]
@@ -96,18 +83,8 @@ def _marks(study_report: StudyReport, points: Sequence[tuple[ParetoPoint, float]
         kind = "front" if role == "trial" and point.policy in front else role
         kind = "rejected" if role in ("trial", "recipe") and point.policy not in sound else kind
         title = f"{point.policy}: {number(point.samples_per_s)} samples/s, {number(x)} {unit}"
-        marks.append(ChartMark(x=x, y=point.samples_per_s, kind=kind, title=title, label=_LABELS.get(role, "")))
-    return _labelled_once(marks)
-
-
-def _labelled_once(marks: Sequence[ChartMark]) -> list[ChartMark]:
-    """Returns the marks with a label at the first of each kind: a policy may have been tried twice."""
-    seen: set[str] = set()
-    found = []
-    for mark in marks:
-        found.append(replace(mark, label="") if mark.label in seen else mark)
-        seen.add(mark.label)
-    return found
+        marks.append(ChartMark(x=x, y=point.samples_per_s or 0.0, kind=kind, title=title, label=_LABELS.get(role, "")))
+    return marks
 
 
 def kind_of(study_report: StudyReport, policy: Policy) -> Kind:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from amptune.policy.findings import Finding
-from amptune.search.decide.caveats import devices_findings, memory_freed
+from amptune.search.decide.caveats import devices_findings
 from amptune.search.decide.conclusion import Conclusion
 from amptune.search.decide.decision import Decision, decide
 from amptune.search.durations import Durations
@@ -61,7 +61,6 @@ def _noticed(state: State, verdict: Verdict) -> Iterator[Finding]:
     if winner.fused_optimizer and not state.prepared.subject.fusable:
         message = "the optimizer has no fused kernel here or is fused as it is: fused_optimizer changes nothing"
         yield Finding(code="fused-optimizer-without-effect", message=message)
-    yield from memory_freed(verdict) if state.request.leaves_the_batch else ()
     if workers > 1 and state.prepared.hardware.gpu is None:
         message = f"{workers} workers shared this CPU, each with its part of the cores: with all, steps are faster"
         yield Finding(code="shared-cpu", message=message, figures={"workers": workers})

@@ -28,7 +28,6 @@ from amptune.search.plan.budget import Budget
 from amptune.search.request import source_of, workers_log
 from amptune.search.space.islands import islands_finding
 from amptune.search.table.trial import error_of_baseline
-from amptune.search.verification import DISTURBANCES
 from amptune.workload.workload import Workload
 
 __all__ = ["Diagnosis", "DtypeDiagnosis", "diagnose"]
@@ -39,6 +38,8 @@ NUMERICS_SHARE = 0.6
 SHARE_OF_REFERENCE = 0.2
 # What was begun in time may take so much longer.
 OVERTIME_S = 5.0
+# Findings about what disturbed the measurements.
+DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling", "allocator-thrashing")
 # Enough steps to see if stock PyTorch runs, and if something disturbs it.
 SHORT_RUN = Effort(warmup_s=0.5, measure_s=0.2, min_steps=3)
 

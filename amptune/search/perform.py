@@ -27,7 +27,7 @@ from amptune.search.table.trial import Trial
 __all__ = ["Performer"]
 
 # A policy whose step is this many times slower than the leader's, per sample, is not measured to the end.
-LOST = 3.0
+FAR_BEHIND = 3.0
 # The longest limit of a trial that compiles its own graph, and the shortest of any.
 COMPILED_LIMIT_S, LEAST_LIMIT_S = 600.0, 3.0
 BRIEF = Effort(warmup_s=2.0, energy_s=ENERGY_S)
@@ -300,4 +300,4 @@ def _effort(policy: Policy, limit_s: float, state: State) -> Effort:
     own = (policy.batch_size or 1) * policy.accumulate * best.outcome.devices
     samples = best.outcome.samples_per_step if same else own
     enough = best.samples_per_s / state.history.yardstick.share_of_needed_speed(best.outcome)
-    return replace(effort, abandon_above_ms=LOST * 1000 * samples / enough)
+    return replace(effort, abandon_above_ms=FAR_BEHIND * 1000 * samples / enough)

@@ -76,12 +76,6 @@ class TuningRequest:
         return self.folder / "artifacts"
 
     @property
-    def leaves_the_batch(self) -> bool:
-        """True if the batch size is the user's own, and another might be worth knowing of."""
-        wanted = self.wanted
-        return self.objective.name == "throughput" and wanted.batch_size != "auto" and wanted.global_batch is None
-
-    @property
     def options(self) -> tuple[str, ...]:
         """The wishes as options of `amptune tune`; the same options select the same study."""
         wanted, whole = self.wanted, self.wanted.global_batch

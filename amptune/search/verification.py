@@ -20,7 +20,6 @@ from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import Policy
 from amptune.search.claim import (
     MARGIN,
-    NARROW_ENOUGH,
     Answer,
     Claim,
     Figure,
@@ -45,8 +44,6 @@ __all__ = ["Verification", "verify", "verify_with"]
 
 # At least this share of the rounds is in fresh processes, which differ more than blocks of one.
 FRESH_SHARE = 1 / 3
-# Findings about what disturbed the measurements.
-DISTURBANCES = ("throttled", "foreign-process", "host-load", "beside-compiling", "allocator-thrashing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +139,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     )
     changed = (*require_valid(policy_file, labels), *_other_devices(policy_file, prepared))
     disturbed = noticed(row.outcome for row in rows)
-    return replace(found, findings=(_answer(found, disturbed), *prepared.noticed, *_moved(found), *changed, *disturbed))
+    return replace(found, findings=(_answer(found), *prepared.noticed, *changed, *disturbed))
 
 
 def _measured(
@@ -217,7 +214,7 @@ def _sized(policy: Policy, prepared: Prepared) -> Policy:
     return replace(policy, batch_size=policy.batch_size or prepared.subject.batch_size)
 
 
-def _answer(found: Verification, disturbed: Sequence[Finding]) -> Finding:
+def _answer(found: Verification) -> Finding:
     """Returns the answer as a finding, with the two figures."""
     claimed = "nothing is claimed" if found.claim.speedup is None else f"{found.claim.speedup:g}× claimed"
     if found.speedup is None:
@@ -237,42 +234,25 @@ def _answer(found: Verification, disturbed: Sequence[Finding]) -> Finding:
             missed = f"; the interval does not reach {needed.needed or 0.0:.2f}×, the claim less {MARGIN:.0%}"
             code, message = "does-not-hold", f"the claim does not hold: {both}{missed if needed.is_missed else ''}"
         case "open":
-            code, message = "undecided", f"could not tell: {both}; {_why_open(found, disturbed)}"
+            code, message = "undecided", f"could not tell: {both}; {_why_open(found)}"
     return Finding(code=code, message=message, figures=figures)
 
 
-def _why_open(found: Verification, disturbed: Sequence[Finding]) -> str:
+def _why_open(found: Verification) -> str:
     """Returns why the rounds did not answer the claim: how wide the interval is, and what it rests on."""
     figure = found.open_figures[0]
-    here, later = figure.here, figure.later
-    if here is None or later is None or figure.needed is None:
+    here = figure.here
+    if here is None or figure.needed is None:
         return f"its {figure.name} was not measured here"
     needed = f"{figure.needed:.2f}×, the claim less {MARGIN:.0%}"
     if here.half_width > 1:
         why = "the timings differ too much from each other"
-    elif here.value >= figure.needed:
-        why = f"±{here.half_width:.0%} is too wide, ±{NARROW_ENOUGH:.0%} would do"
     elif here.high >= figure.needed:
-        why = f"the interval (±{here.half_width:.0%}) reaches {needed}, its middle does not"
-    elif later.high >= figure.needed:
-        why = f"this is below {needed}, but a later sitting may give {later}"
-    elif not figure.is_missed:
-        why = f"this is below {needed}, but the last round by itself is not"
+        why = f"the interval is too wide (±{here.half_width:.0%}) to tell if it is {needed}"
     else:
-        why = f"this is below {needed}, and a second round has to be too"
+        why = f"this is below {needed}, and a second round, or a later sitting, may not be"
     rows, launches = counted(found.policy.rows, "measurement"), counted(max(1, here.launches), "process")
-    after = f"{rows} in {launches} of each{_beside(disturbed)}"
-    return f"{figure.name}: {why}, after {after}; give more with --budget, or a quieter machine"
-
-
-def _beside(disturbed: Sequence[Finding]) -> str:
-    """Returns what disturbed the measurements, in words; "" if nothing did."""
-    kept = {
-        one.code: f"{one.code.replace('-', ' ')} in {one.figures['kept']} of {one.figures['of']}"
-        for one in disturbed
-        if one.code in DISTURBANCES and one.figures["kept"]
-    }
-    return f" (disturbed: {', '.join(kept.values())})" if kept else ""
+    return f"{figure.name}: {why}, after {rows} in {launches} of each; give more with --budget, or a quieter machine"
 
 
 def _gain_in_words(found: Verification) -> str:
@@ -281,20 +261,3 @@ def _gain_in_words(found: Verification) -> str:
         return ""
     now, claimed = use_of(found.claim.objective, found.gain), 1 / found.claim.gain
     return f"; it {now}, {claimed:.3g} times claimed"
-
-
-def _moved(found: Verification) -> Iterator[Finding]:
-    """Yields a finding for each of the two whose step time moved by more than `MARGIN`, to tell which to look at."""
-    before_and_now = (
-        ("policy", found.claim.step_ms, found.policy.step_ms),
-        ("baseline", found.claim.baseline_ms, found.baseline.step_ms),
-    )
-    for who, before_ms, now_ms in before_and_now:
-        if before_ms and now_ms and abs(now_ms / before_ms - 1) > MARGIN:
-            longer = now_ms / before_ms
-            change = f"{longer:.3g} times as long" if longer > 1 else f"{1 / longer:.3g} times as fast"
-            yield Finding(
-                code=f"{who}-moved",
-                message=f"the {who}'s step takes {now_ms:.4g} ms here, {before_ms:.4g} ms when it was tuned: {change}",
-                figures={"tuned_step_ms": before_ms, "step_ms": now_ms},
-            )

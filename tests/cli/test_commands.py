@@ -58,23 +58,17 @@ def test_progress_is_told_in_order_each_line_with_the_time_left(folder: Path) ->
     assert found[0] == 0
 
 
-def lighter(policy: Policy) -> float:
-    """Returns the peak memory of a policy, in MiB, on a machine where autocast frees some."""
-    return 5000.0 if policy.autocast == "off" else 3000.0
-
-
 def test_the_answer_is_three_lines_and_verbose_has_the_tables_and_all_findings(folder: Path) -> None:
     few = ("--budget", "60s", "--trials", "4", "--no-compile")
-    done = run(*TUNE, *few, folder=folder, evaluator=Machine(peak_mib=lighter))
+    done = run(*TUNE, *few, folder=folder, evaluator=Machine())
     found, sure, next_step = done.stdout.splitlines()
     policy = "fp16, channels_last, CUDA graphs, fused optimizer"
     assert re.fullmatch(rf"{policy}: 2\.55× \[2\.\d\d, 2\.\d\d\] the speed of the baseline", found)
     assert re.fullmatch(r"confirmed, over 99\.9 % sure: \d+ measurements in \d+ processes, 4 trials, \d+ s", sure)
     assert next_step == 'policy written to policy.yaml. In training: amptune.apply("policy.yaml", model)'
-    assert "\n• the policy frees 2,000 of 5,000 MiB" in done.stderr
-    verbose = run(*TUNE, *few, "-v", "--study", "other", folder=folder, evaluator=Machine(peak_mib=lighter))
+    verbose = run(*TUNE, *few, "-v", "--study", "other", folder=folder, evaluator=Machine())
     assert ("ms/step" in done.stdout, "ms/step" in verbose.stdout) == (False, True)
-    assert verbose.stderr.count("\n• ") > done.stderr.count("\n• ") > 0
+    assert verbose.stderr.count("\n• ") > done.stderr.count("\n• ")
 
 
 def test_where_nothing_is_better_the_answer_says_to_keep_what_one_has(folder: Path) -> None:
@@ -375,7 +369,7 @@ def test_what_was_tuned_is_verified(folder: Path) -> None:
     assert run(*VERIFY, folder=folder, evaluator=Machine()).returncode == 0
     slower = run(*VERIFY, folder=folder, evaluator=Machine(true_ms=lambda _: 100.0))
     assert slower.returncode == 1
-    assert "the policy's step takes 100 ms here" in slower.stdout
+    assert "the claim does not hold" in slower.stdout
 
 
 def test_a_claim_made_on_other_hardware_exits_with_4_before_anything_is_built(

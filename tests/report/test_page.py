@@ -16,7 +16,6 @@ from amptune.policy.file_io import parse_policy
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.policy.yaml_text import parse
-from amptune.report.findings_section import worth_of
 from amptune.report.markup import interval, memory, number, times
 from amptune.report.page import page_of, page_without_answer
 from amptune.report.plot import HEIGHT, LINE, Bar, ChartMark, axis_for, bars, scatter
@@ -103,17 +102,15 @@ def test_nothing_of_the_user_is_taken_for_html() -> None:
     assert "<u>" not in page_of(study_report_of(record(tunings=(tuning,), rows=compared()), THROUGHPUT), ())
 
 
-def test_the_verdict_is_a_sentence_with_its_intervals_memory_and_certainty() -> None:
+def test_the_verdict_is_a_sentence_with_its_interval_and_certainty() -> None:
     page = shown(study_report_of(rich(), THROUGHPUT))
     sentence = page.texts("p")[2]
-    assert sentence.startswith("ResNet-50 on NVIDIA H200 trains 2.50× [2.4")
-    assert "as fast as stock PyTorch and 2.00× [" in sentence
-    assert sentence.endswith("as fast as the AMP recipe, in 720 MiB instead of 1,000 MiB.")
+    assert sentence.startswith("ResNet-50 on NVIDIA H200: ")
+    assert "2.50× [2.4" in sentence
     assert "confirmed" in page.texts("span")
-    assert "better with a probability of over 99.9 %; measured in 5 processes" in page.whole
+    assert "over 99.9 % sure" in page.whole
     trials = tuple(trial for trial in record().trials if trial.policy != BF16)
     page = shown(study_report_of(record(trials=trials, rows=compared((trials[0].policy, LAST))), THROUGHPUT))
-    assert "AMP recipe" not in page.texts("p")[2]  # fp16's trains worse than FP32
     assert any("trains worse than FP32" in text for text in page.texts("span"))
 
 
@@ -134,7 +131,6 @@ def test_rows_that_are_faster_than_a_kept_baseline_say_why_they_did_not_win() ->
     page = shown(study_report_of(record(trials=trials), THROUGHPUT))
     assert "undecided" in page.texts("span")
     assert any("keep what you have" in text for text in page.texts("p"))
-    assert "1 other policy was measured; 1 with better figures, and the trials below say why not" in page.whole
     assert any(text.startswith("not shown to be better than the baseline") for text in page.texts("td"))
 
 
@@ -160,7 +156,6 @@ def test_failures_stand_by_their_kind_with_what_to_do_the_baselines_too() -> Non
         ("td", "memory_format channels_last"),
         ("td", "body.7.attention.qkv"),
         ("td", "the gradient of weight is off by 4%"),
-        ("h3", "Losses of the first steps"),
         ("td", "580.1"),
     ],
 )
@@ -176,13 +171,9 @@ def test_curves_of_the_judgement_have_fp32s_runs_as_a_band() -> None:
     assert any("differ by 2.5 % of the loss at most" in text for text in page.texts("p"))  # from the first run
 
 
-def test_findings_come_by_worth_with_what_to_do() -> None:
+def test_findings_come_with_what_to_do() -> None:
     page = shown(study_report_of(rich(), THROUGHPUT))
-    assert page.texts("span").index("up to 25% faster:") < page.texts("span").index(
-        "Nothing: training runs in this state too. A higher power limit makes both faster."
-    )
-    assert worth_of(Finding(code="input-bound", message="", figures={"share": 0.5})) == 1.0
-    assert worth_of(Finding(code="input-bound", message="", figures={"share": "unknown"})) == 0.0
+    assert "Nothing: training runs in this state too. A higher power limit makes both faster." in page.texts("span")
 
 
 def test_every_row_is_as_wide_as_its_headings() -> None:

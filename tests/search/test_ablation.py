@@ -6,13 +6,13 @@ import pytest
 from tables import decided, in_turn, row
 
 from amptune.measure.results.outcome import Failure
-from amptune.policy.settings import STOCK, Fp32Rule, Policy, amp_recipe
+from amptune.policy.settings import STOCK, Fp32Rule, Policy, Reason, amp_recipe
 from amptune.search.table.ablation import ablated, variants_of
 from amptune.search.table.effects import GPU
 
 STEM, HEAD = Fp32Rule(path="stem"), Fp32Rule(path="head")
 TWO_RULES = replace(amp_recipe("fp16", memory_format="channels_last"), fp32_math="tf32", fp32_modules=(STEM, HEAD))
-MANY = tuple(Fp32Rule(path=name) for name in "abcd")
+NEEDED = Fp32Rule(path="head", reason=Reason(risk=8.0))
 
 
 @pytest.mark.parametrize(
@@ -23,16 +23,15 @@ MANY = tuple(Fp32Rule(path=name) for name in "abcd")
             {
                 "autocast": Policy(memory_format="channels_last", fp32_math="tf32"),
                 "fp32_math": replace(TWO_RULES, fp32_math="stock"),
-                "fp32_modules: stem": replace(TWO_RULES, fp32_modules=(HEAD,)),
-                "fp32_modules: head": replace(TWO_RULES, fp32_modules=(STEM,)),
+                "fp32_modules: stem + head": replace(TWO_RULES, fp32_modules=(), fp32_math="stock"),
                 "memory_format": replace(TWO_RULES, memory_format="contiguous"),
             },
         ),
         (STOCK, {}),
-        # Many rules are reverted at once.
+        # A rule that the numerics need stays.
         (
-            Policy(autocast="bf16", fp32_modules=MANY),
-            {"autocast": STOCK, "fp32_modules: a + b + c + d": amp_recipe("bf16")},
+            replace(amp_recipe("bf16"), fp32_modules=(STEM, NEEDED)),
+            {"autocast": STOCK, "fp32_modules: stem": replace(amp_recipe("bf16"), fp32_modules=(NEEDED,))},
         ),
         # Half weights take what belongs to them along.
         (

@@ -180,25 +180,3 @@ def test_every_choice_that_keeps_other_tensors_takes_a_memory_of_its_own() -> No
     o2 = Policy(weights="half", master_weights=True, keep_batchnorm_fp32=True)
     others = Policy(weights="half"), o2, Policy(checkpoint=("layers",)), Policy(cuda_graphs=True)
     assert len({memory_of(policy) for policy in (STOCK, amp_recipe("fp16"), *others)}) == 6
-
-
-def lighter_by(mib: float) -> Callable[[Policy], float]:
-    return lambda policy: 5000.0 - (0.0 if policy.autocast == "off" else mib)
-
-
-@pytest.mark.parametrize(
-    ("freed_mib", "wanted", "told"),
-    [
-        (2000.0, {}, "the policy frees 2,000 of 5,000 MiB"),
-        (20.0, {}, None),  # no more than two runs may differ by
-        (-500.0, {}, None),
-        (2000.0, {"global_batch": GlobalBatch(samples=128)}, None),
-    ],
-)
-def test_memory_that_a_policy_frees_is_told_beside_it(
-    tmp_path: Path, freed_mib: float, wanted: dict[str, Any], told: str | None
-) -> None:
-    decision, _ = tuned(tmp_path, budget_s=60, peak_mib=lighter_by(freed_mib), **wanted)
-    found = [finding for finding in decision.findings if finding.code == "memory-freed"]
-    assert [finding.message.split(":")[0] for finding in found] == ([] if told is None else [told])
-    assert [finding.figures for finding in found] == [{"freed_mib": 2000.0, "peak_memory_mib": 3000.0}][: len(found)]

@@ -75,10 +75,10 @@ def test_a_graph_that_would_come_too_late_is_not_begun() -> None:
 
 
 def test_a_graph_that_is_ready_is_measured_next_also_in_the_time_kept_for_the_answer() -> None:
-    ready = {"graphs": Graphs(at_once=1, ready={GRAPHED: 20.0})}
+    ready = Graphs(at_once=1, ready={GRAPHED: 20.0})
     measured = {STOCK: 10.0, FAST: 5.0, BF16: 6.0}
-    assert job_after(state_of(measured, left_s=8.0, **ready)).policies == (GRAPHED,)
-    late = next_job(state_of(measured, left_s=5.0, **ready))
+    assert job_after(state_of(measured, left_s=8.0, graphs=ready)).policies == (GRAPHED,)
+    late = next_job(state_of(measured, left_s=5.0, graphs=ready))
     assert isinstance(late, Answer) or late.kind != "trial", "nothing would compare it with the baseline"
 
 

@@ -8,9 +8,11 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Policy, amp_recipe
-from amptune.search.decide.pareto import ParetoPoint, front_of, points_of, spread_along
+from amptune.search.decide.conclusion import Conclusion
+from amptune.search.decide.pareto import costs_of, front_of
 from amptune.search.gate.judgement import Judgement
 from amptune.search.gate.judgements import Judgements
+from amptune.search.table.contenders import Contender
 from amptune.search.table.effects import GPU
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import verdict_of
@@ -18,45 +20,28 @@ from amptune.search.table.verdict import verdict_of
 # Few different values, so that many are equal.
 figures = st.floats(min_value=1e-3, max_value=1e6) | st.sampled_from([1.0, 2.0, 3.0, 4.0])
 points = st.builds(
-    ParetoPoint,
+    Contender,
     policy=st.builds(Policy, batch_size=st.integers(1, 1000)),
     samples_per_s=figures,
     peak_memory_mib=figures,
     energy_j_per_sample=st.none() | figures,
-    judged=st.booleans(),
 )
 
 
-def point(speed: float, mib: float, joules: float | None = None, *, batch: int = 1) -> ParetoPoint:
-    return ParetoPoint(
-        policy=Policy(batch_size=batch), samples_per_s=speed, peak_memory_mib=mib, energy_j_per_sample=joules
-    )
+def dominates(a: Contender, b: Contender) -> bool:
+    mine, theirs = costs_of(a), costs_of(b)
+    return mine != theirs and all(own <= its for own, its in zip(mine, theirs, strict=True))
 
 
 @given(st.lists(points, max_size=30))
-def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(some: list[ParetoPoint]) -> None:
+def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(some: list[Contender]) -> None:
     front = front_of(some)
-    assert not any(a.dominates(b) for a in front for b in front)
+    assert not any(dominates(a, b) for a in front for b in front)
     for other in some:
-        assert other in front or any(one.dominates(other) or one.costs == other.costs for one in front)
+        assert other in front or any(dominates(one, other) or costs_of(one) == costs_of(other) for one in front)
     assert set(front) <= set(some)
-    assert list(front) == sorted(front, key=lambda one: -one.samples_per_s)
-    assert [one.costs for one in front] == [one.costs for one in front_of(some[::-1])]
-
-
-@given(st.lists(points, min_size=1, max_size=40), st.integers(3, 12))
-def test_of_many_points_the_ends_are_kept(some: list[ParetoPoint], most: int) -> None:
-    front = front_of(some)
-    kept = spread_along(front, most)
-    assert len(kept) == min(len(front), most)
-    assert list(kept) == [one for one in front if one in kept]
-    for axis in range(3):
-        assert min(one.costs[axis] for one in kept) == min(one.costs[axis] for one in front)
-
-
-def test_the_points_kept_are_spread_along_the_set() -> None:
-    front = front_of([point(100.0 * 2**-i, 1000.0 * 2**-i, batch=i + 1) for i in range(33)])
-    assert [one.policy.batch_size for one in spread_along(front, 5)] == [1, 9, 17, 25, 33]
+    assert list(front) == sorted(front, key=lambda one: costs_of(one)[0])
+    assert [*map(costs_of, front)] == [*map(costs_of, front_of(some[::-1]))]
 
 
 def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_verdict_tells_the_figure() -> None:
@@ -70,6 +55,8 @@ def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_verdict_t
     verdict = verdict_of([trial.row for trial in trials], STOCK, GPU)
     assert verdict is not None
     rejects = Judgements(STOCK).also(Judgement(policy=amp_recipe("fp16"), passes=False, used=2.0, words=""))
-    (one,) = points_of(trials, verdict, rejects)
-    assert (one.policy, one.judged) == (STOCK, True)
+    found = Conclusion(verdict=verdict, trials=tuple(trials), judgements=rejects, recipes=())
+    (one,) = found.points
+    assert one.policy == STOCK
+    assert [(point["policy"]["autocast"], point["judged"]) for point in found.pareto] == [("off", True)]
     assert one.samples_per_s == verdict.baseline.samples_per_s

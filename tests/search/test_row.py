@@ -8,18 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from measurements import took
-from tables import BF16, BF16_LAST, block, row
+from tables import BF16, block, row
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
 from amptune.search.table.row import (
-    SITTING_S,
     Row,
-    contradicts_trials,
     decisive,
+    graphs_keep_coming,
     mean_error,
     settled_in,
-    sittings_of,
     step_spread,
 )
 
@@ -74,13 +72,6 @@ def test_a_row_survives_being_written_and_read(one: Row) -> None:
     assert same <= {"samples_per_step", "warmup_steps"}
 
 
-def test_rows_of_one_run_within_ten_minutes_are_one_sitting_wherever_the_clock_stands() -> None:
-    moments_s = (2.8 * SITTING_S, 0.7 * SITTING_S, 1.6 * SITTING_S, 3.9 * SITTING_S)
-    second, early, late, third = sittings_of([row(STOCK, 10.0, moment_s=at_s) for at_s in moments_s])
-    assert early == late != second != third
-    assert sittings_of([row(STOCK, 10.0), row(STOCK, 10.0, run="another")]) == [("run", 0), ("another", 0)]
-
-
 @given(st.floats(0.1, 2000), st.floats(0, 0.3))
 def test_the_step_spread_is_a_share_of_the_step_time_and_few_steps_have_none(step_ms: float, spread: float) -> None:
     assert step_spread(block(step_ms, spread)) == pytest.approx(spread, rel=1e-6, abs=1e-12)
@@ -101,25 +92,23 @@ def in_loop(policy: Policy, step_ms: float, **more: Any) -> Row:
 
 
 TRIALS = (row(STOCK, 10.0), row(BF16, 7.0))
-OWN_TURN, RESTLESS = in_loop(STOCK, 12.0), in_loop(BF16_LAST, 90.0, settled=False)
+RESTLESS = in_loop(BF16, 90.0, settled=False)
 
 
 @pytest.mark.parametrize(
-    ("rows", "contradicted"),
+    ("rows", "keep_coming"),
     [
-        ([*TRIALS, OWN_TURN, in_loop(BF16, 12.5)], False),  # about level
-        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0)], True),
-        ([*TRIALS, in_loop(BF16, 17.0)], False),  # the baseline had no turn
-        ([*TRIALS, OWN_TURN, in_loop(BF16, 17.0, wait_share=0.5)], False),
-        ([TRIALS[0], row(BF16, 11.0), OWN_TURN, in_loop(BF16, 17.0)], False),  # the trial had said so
-        ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS], True),
-        ([*TRIALS, row(BF16_LAST, 4.0), RESTLESS, in_loop(BF16_LAST, 4.1)], False),
+        ([*TRIALS, in_loop(BF16, 17.0)], False),
+        ([*TRIALS, RESTLESS], True),
+        ([*TRIALS, RESTLESS, in_loop(BF16, 7.1)], False),  # they came to an end
+        ([TRIALS[0], row(BF16, block(7.0, settled=False)), RESTLESS], False),  # the trial had said so
+        ([TRIALS[0], row(BF16, block(7.0, abandoned=True)), RESTLESS], False),
     ],
 )
-def test_the_loop_contradicts_a_trial_that_was_ahead_and_is_clearly_behind_there_or_whose_graphs_keep_coming(
-    rows: list[Row], *, contradicted: bool
+def test_graphs_keep_coming_where_the_loop_shows_what_a_settled_trial_did_not(
+    rows: list[Row], *, keep_coming: bool
 ) -> None:
-    assert contradicts_trials(rows, STOCK) is contradicted
+    assert graphs_keep_coming(rows) is keep_coming
 
 
 def test_a_trial_that_ended_early_tells_neither_how_fast_a_policy_is_nor_that_it_settles() -> None:

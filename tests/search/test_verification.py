@@ -93,7 +93,7 @@ def test_policy_and_baseline_are_measured_in_turn_until_an_answer_is_given_twice
             0.0,
             "the timings differ too much from each other, after 1 measurement in 1 process of each",
         ),
-        (claiming(50.0), {"noise": 0.002}, 0.0, "below 49.00×, the claim less 2%, and a second round has to be too"),
+        (claiming(50.0), {"noise": 0.002}, 0.0, "this is below 49.00×, the claim less 2%, and a second round"),
     ],
     ids=["hard to tell", "energy that is met in speed alone", "too rough", "a miss in one round"],
 )
@@ -119,10 +119,9 @@ def test_a_loop_that_waits_for_its_data_leaves_the_claim_to_steps_by_themselves(
 
 def test_a_claim_that_fails_says_what_changed() -> None:
     labels = {**dict(H200.labels), "torch": "2.9"}
-    found = verified(claiming(4.0, labels=labels, step_ms=recorded_ms("resnet50", BEST) / 1.6))
-    assert codes(found)[:3] == ["does-not-hold", "policy-moved", "drift"]
-    assert "ms when it was tuned: 1.6 times as long" in str(found.findings[1])
-    assert found.findings[2].figures["label"] == "torch"
+    found = verified(claiming(4.0, labels=labels))
+    assert codes(found)[:2] == ["does-not-hold", "drift"]
+    assert found.findings[1].figures["label"] == "torch"
     moved = verified(claiming(TRUE, devices=2, labels={**dict(H200.labels), "model": "sha256:other"}))
     assert [one.figures["label"] for one in moved.findings if one.code == "drift"] == ["model", "devices"]
 

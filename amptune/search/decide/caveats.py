@@ -11,11 +11,10 @@ from amptune.policy.setting_effects import numerics_of
 from amptune.search.decide.conclusion import Conclusion
 from amptune.search.gate.judgements import without_graph
 from amptune.search.gate.numeric_findings import line_to_look, yardstick_findings
-from amptune.search.table.objective import NEGLIGIBLE
 from amptune.search.table.row import Row, wait_share
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["devices_findings", "memory_freed", "numeric_caveats", "of_the_loader"]
+__all__ = ["devices_findings", "numeric_caveats", "of_the_loader"]
 
 
 def of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
@@ -58,7 +57,7 @@ def _rejected(found: Conclusion) -> Iterator[Finding]:
             own = without_graph(judgement.policy) == numerics_of(without_graph(contender.policy))
             whose = "" if own else f"of {judgement.policy}, compiled too: "
             message = f"{contender.policy} cannot win: {whose}{judgement}; to see it: {line_to_look(judgement)}"
-            module = judgement.shortcomings[0].module
+            module = next((one.module for one in judgement.shortcomings), None)
             yield Finding(code="rejected", message=message, module=module, figures={"speedup": contender.speedup})
 
 
@@ -102,19 +101,3 @@ def devices_findings(devices: int, prepared: Prepared) -> Iterator[Finding]:
             f"policy may gain less there. Tune where {devices} GPUs are visible"
         )
         yield Finding(code="communication-not-measured", message=message, figures=figures)
-
-
-def memory_freed(verdict: Verdict) -> Iterator[Finding]:
-    """Yields how much memory the policy frees at the user's own batch size, if a larger batch could use it."""
-    own_mib, before_mib = verdict.winner.peak_memory_mib, verdict.baseline.peak_memory_mib
-    is_of_one_size = verdict.winner.policy.batch_size == verdict.baseline.policy.batch_size
-    if verdict.keeps_the_baseline or not is_of_one_size or not own_mib or not before_mib:
-        return
-    if own_mib < (1 - NEGLIGIBLE) * before_mib:
-        message = (
-            f"the policy frees {before_mib - own_mib:,.0f} of {before_mib:,.0f} MiB: --batch-size auto finds out "
-            "if a larger batch is faster (what training learns from it is another question; --global-batch N "
-            "keeps it as it is)"
-        )
-        figures = {"freed_mib": before_mib - own_mib, "peak_memory_mib": own_mib}
-        yield Finding(code="memory-freed", message=message, figures=figures)

@@ -26,14 +26,9 @@ def compile_findings(trials: Sequence[Trial], winner: Policy) -> Iterator[Findin
     """
     measured = [(one.policy, one.outcome) for one in trials if isinstance(one.outcome, Measurement)]
     compiled = [one for one in measured if one[0].compile != "off"]
-    eager, best = _fastest(one for one in measured if one[0].compile == "off"), _fastest(compiled)
+    eager = _fastest(one for one in measured if one[0].compile == "off")
     if eager is not None and winner.compile != "off":
         yield from _pays(compiled, winner, eager)
-    elif eager is not None and best is not None:
-        ratio = best[1].samples_per_s / eager[1].samples_per_s
-        message = f"torch.compile was tried; the fastest of it, {best[0]}, reached {ratio:.2f} times the speed of "
-        message += f"{eager[0]} in single trials"
-        yield Finding(code="compile-not-needed", message=message, figures={"ratio": ratio})
     tried = [one.outcome for one in trials if one.policy.compile != "off"]
     reasons = Counter(str(outcome) for outcome in tried if isinstance(outcome, Failure))
     if reasons:

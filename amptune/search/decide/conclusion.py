@@ -1,25 +1,23 @@
-"""The conclusion from a verdict: the answer and its grounds in words, and what is shown beside it. Pure."""
+"""The conclusion from a verdict: the answer, and what is shown beside it. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
-from amptune.search.decide.pareto import ParetoPoint, front_of, points_of
+from amptune.search.decide.pareto import front_of
 from amptune.search.gate.judgements import Judgements
 from amptune.search.table.ablation import Ablated, ablated
-from amptune.search.table.contenders import PROCESSES, Contender
-from amptune.search.table.gains import counted, gain_in_words, goal_of
+from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import Objective
-from amptune.search.table.ratio import LIKELY, Ratio, chance_in_words
+from amptune.search.table.ratio import Ratio
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import Verdict
 
 __all__ = ["Conclusion"]
-
-# With a smaller probability a policy that may be better is not named.
-WORTH_NAMING = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +57,6 @@ class Conclusion:
     def keeps_the_baseline(self) -> bool:
         return self.verdict.keeps_the_baseline
 
-    @property
-    def compares_nothing(self) -> bool:
-        """True if nothing but the baseline was measured: then there is no answer yet."""
-        return self.verdict.is_open
-
-    @property
-    def is_proven(self) -> bool:
-        """True if the answer is confirmed, or claims nothing."""
-        return self.keeps_the_baseline or self.verdict.confidence == "confirmed"
-
     @cached_property
     def finalists(self) -> tuple[Contender, ...]:
         """The policies that were measured more than once, baseline, winner, best rival and AMP recipes; best first."""
@@ -88,14 +76,30 @@ class Conclusion:
         return ablated(self.verdict, self.winner)
 
     @cached_property
-    def points(self) -> tuple[ParetoPoint, ...]:
-        """The trials that ran and were not rejected."""
-        return points_of(self.trials, self.verdict, self.judgements)
+    def points(self) -> tuple[Contender, ...]:
+        """The policies that were tried, never failed and were not rejected by the numerics gate."""
+        tried = {trial.policy for trial in self.trials}
+        ran = (one for one in self.verdict.contenders if one.samples_per_s and one.policy in tried)
+        return tuple(one for one in ran if not self.judgements.bars(one.policy))
 
     @cached_property
-    def front(self) -> tuple[ParetoPoint, ...]:
+    def front(self) -> tuple[Contender, ...]:
         """The points that no other policy beats in speed, memory and energy at once, the fastest first."""
         return front_of(self.points)
+
+    @property
+    def trade_offs(self) -> tuple[Contender, ...]:
+        """The front, the baseline and the winner, which need not be on it, in the order of contenders."""
+        named = (self.verdict.baseline, self.verdict.winner)
+        return tuple(one for one in self.verdict.contenders if one in self.front or one in named)
+
+    @property
+    def pareto(self) -> list[dict[str, Any]]:
+        """The front as plain data; `judged` is set if the numerics gate passed it or had nothing to judge."""
+        return [
+            {"policy": policy_to_dict(one.policy), **one.axes, "judged": self.judgements.passes(one.policy)}
+            for one in self.front
+        ]
 
     def numerics_of(self, policy: Policy) -> str:
         """Returns the numerics gate's result for a policy, in words."""
@@ -105,41 +109,3 @@ class Conclusion:
         if judged is not None and judged.passes:
             return f"passed, {judged.used:.0%} of what is allowed"
         return "as FP32" if self.judgements.passes(policy) else "not judged"
-
-    @property
-    def sentence(self) -> str:
-        """The answer in words."""
-        if self.compares_nothing:
-            return "no answer yet: the budget was enough for the baseline only"
-        if self.keeps_the_baseline:
-            return f"keep what you have: no policy was shown {goal_of(self.objective)}"
-        return f"{self.winner}: {gain_in_words(self.objective, self.gain, self.speedup)}"
-
-    @property
-    def grounds(self) -> str:
-        """How sure the answer is, and the measurements that it rests on, in words."""
-        verdict = self.verdict
-        if self.compares_nothing:
-            return "nothing to compare"
-        if self.keeps_the_baseline:
-            return f"{verdict.confidence}: {self._why_kept(len(verdict.contenders) - 1)}"
-        processes = counted(max(1, verdict.gain.launches), "process")
-        by = f"{counted(verdict.winner.rows, 'measurement')} in {processes}"
-        return f"{verdict.confidence}, {chance_in_words(verdict.winner.chance)} sure: {by}"
-
-    def _why_kept(self, others: int) -> str:
-        """Returns that no other policy is better than the baseline, or why nobody knows yet."""
-        verdict, leader = self.verdict, self.verdict.leader
-        if verdict.confidence != "undecided":
-            return f"none of {others} others is better" if others > 1 else "the only other policy is not better"
-        if leader is None or leader.gain is None:
-            return f"none of {others} others can win" if others > 1 else "the only other policy cannot win"
-        if leader.chance >= LIKELY and leader.gain.launches < PROCESSES:
-            return f"{leader.policy} was faster in one process alone, and it takes {PROCESSES} to tell"
-        if leader.chance >= WORTH_NAMING:
-            return f"{leader.policy} may be better ({chance_in_words(leader.chance)} sure)"
-        if leader.rows == 1 and 0 < leader.merit < 1 and self.objective.name == "throughput":
-            return f"not enough measurements; {leader.policy} took {1 / leader.merit:.2g} times as long in its only one"
-        able = sum(one.may_win for one in verdict.contenders if one.policy != verdict.baseline.policy)
-        named = f"one of {able} others" if able > 1 else "the only other policy that runs"
-        return f"too few measurements to tell if {named} is better"

@@ -70,7 +70,7 @@ def decide(
     is_unjudged = any(finding.code == "not-judged" for finding in caveats)
     is_unsure = found.verdict.confidence == "likely" and not found.keeps_the_baseline
     provisional = interrupted or is_unsure or is_unjudged
-    again = again if found.compares_nothing else None
+    again = again if found.verdict.is_open else None
     told = (
         *found.verdict.findings,
         *_without_answer(found, again),
@@ -105,6 +105,6 @@ def decide(
 
 def _without_answer(found: Conclusion, again: str | None) -> Iterator[Finding]:
     """Yields that nothing but the baseline was measured, and what to run."""
-    if found.compares_nothing:
-        message = found.sentence + (f"; run {again}" if again else "; give more time with --budget")
+    if found.verdict.is_open:
+        message = found.verdict.sentence + (f"; run {again}" if again else "; give more time with --budget")
         yield Finding(code="budget-too-small", message=message)

@@ -17,7 +17,6 @@ from amptune.policy.policy_file import Evidence
 from amptune.policy.serialization import policy_to_dict
 from amptune.policy.settings import Policy
 from amptune.search.decide.conclusion import Conclusion
-from amptune.search.decide.pareto import spread_along
 from amptune.search.gate.judgement import Judgement
 from amptune.search.table.ablation import Ablated
 from amptune.search.table.contenders import Contender
@@ -56,16 +55,15 @@ def evidence_of(
     """
     verdict, baseline = found.verdict, found.baseline
     devices = max((row.outcome.devices for row in rows if isinstance(row.outcome, Measurement)), default=1)
-    trial = next((point for point in found.points if point.policy == baseline.policy), None)
     evidence: dict[str, Any] = {
-        "baseline": _figures(baseline) | ({} if trial is None else {"trial": trial.figures}),
+        "baseline": _figures(baseline) | ({"trial": baseline.axes} if baseline in found.points else {}),
         "amp_recipe": found.amp_recipe and _figures(found.amp_recipe),
         **_own_figures(verdict.winner),
         **_of_objective(found),
         "parity": {**parity, **_of_the_gate(found.judgements.known(verdict.winner.policy))},
         "finalists": [_figures(contender) for contender in found.finalists],
         "ablation": {one.variant.setting: _bought(one, found.objective) for one in found.ablation} or None,
-        "pareto": [point.as_dict() for point in spread_along(found.front)] or None,
+        "pareto": found.pareto or None,
         "findings": [finding.as_dict() for finding in findings],
         "confidence": verdict.confidence,
         "provisional": provisional or None,

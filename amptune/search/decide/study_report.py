@@ -10,6 +10,7 @@ from amptune.errors import ObjectiveError, StudyError
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Autocast, Policy, amp_recipe
+from amptune.search.decide.caveats import numeric_caveats
 from amptune.search.decide.conclusion import Conclusion
 from amptune.search.sampler.records import StudyRecord, TuningRecord
 from amptune.search.table.objective import Objective
@@ -69,16 +70,13 @@ def findings_of(study_report: StudyReport) -> tuple[Finding, ...]:
     """
     verdict, record = study_report.verdict, study_report.record
     figures = {"gain": verdict.gain.value, "speedup": verdict.speedup.value, "confidence": verdict.confidence}
-    found = [Finding(code="answer", message=f"{study_report.sentence} ({study_report.grounds})", figures=figures)]
-    if not study_report.is_proven or study_report.compares_nothing:
+    found = [Finding(code="answer", message=f"{verdict.sentence} ({verdict.grounds})", figures=figures)]
+    is_proven = verdict.keeps_the_baseline or verdict.confidence == "confirmed"
+    if not is_proven or verdict.is_open:
         message = "more measurements confirm or refute it: " + command_of(study_report)
         found.append(Finding(code="not-proven", message=message))
-    if not record.judgements.passes(study_report.winner):
-        message = f"the numerics of {study_report.winner} were not judged: watch its loss beside FP32's, or tune for it"
-        found.append(Finding(code="not-judged", message=message))
-    rejected = {judged.policy: judged for judged in record.judged if not judged.passes}
-    found += [Finding(code="rejected", message=f"{one.policy} cannot win: {one}") for one in rejected.values()]
-    return (*found, *(one for one in record.findings if one.code not in _OF_THE_ANSWER))
+    caveats = [one for one in numeric_caveats(study_report, {}, ()) if one.code in _OF_THE_ANSWER]
+    return (*found, *caveats, *(one for one in record.findings if one.code not in _OF_THE_ANSWER))
 
 
 def command_of(study_report: StudyReport) -> str:

@@ -50,10 +50,10 @@ def line_to_look(judgement: Judgement) -> str:
     a constant, so that small gradients do not vanish in fp16 and no scale has to settle first. A workload with a step
     of its own has no loss to call.
     """
-    worst = judgement.shortcomings[0]
-    parameter = worst.figures.get("parameter")
-    own = judgement.policy
-    if own.float8_modules or judgement.parity.own_step or (parameter is None and worst.code != "breaks"):
+    own, worst = judgement.policy, judgement.shortcomings[:1]  # none, if an earlier amptune stored it
+    parameter = worst[0].figures.get("parameter") if worst else None
+    is_seen = parameter is not None or (worst and worst[0].code == "breaks")
+    if own.float8_modules or judgement.parity.own_step or not is_seen:
         return f"`{_long_look(own)}`"
     precision = f"weights={own.weights!r}" if own.weights == "half" else f"autocast={own.autocast!r}"
     under = f"with amptune.apply(amptune.Policy({precision}), model, guard=False) as t, t.autocast(): "

@@ -13,14 +13,12 @@ from amptune.search.table.verdict import Verdict
 
 __all__ = ["Ablated", "Variant", "ablated", "variants_of"]
 
-# If a policy has more FP32 rules than this, they are reverted together: each variant costs a process in every launch.
-MOST_RULES = 3
 _IN_FP32: Any = {knob.name: knob.stock for knob in KNOBS if knob.precision != "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A policy with one setting reverted. Up to `MOST_RULES` FP32 rules are a setting each, `fp32_modules: RULE`."""
+    """A policy with one setting reverted, all FP32 rules at once: each variant costs a process in every launch."""
 
     setting: str
     value: Any
@@ -61,29 +59,17 @@ def ablated(verdict: Verdict, policy: Policy) -> tuple[Ablated, ...]:
 
 def _variants(policy: Policy) -> Iterator[Variant]:
     for knob in KNOBS:
-        name, value = knob.name, knob.of(policy)
+        name, value, stock = knob.name, knob.of(policy), knob.stock
         if not knob.is_own_choice or not knob.departs(policy):
             continue
         if knob is FP32_MODULES:
-            yield from _without_rules(policy)
-            continue
-        reverted = replace(policy, **(_IN_FP32 if knob.precision == "whole" else {name: knob.stock}))
+            value = tuple(rule for rule in policy.fp32_modules if not rule.is_needed)
+            stock = tuple(rule for rule in policy.fp32_modules if rule.is_needed)
+        reverted = replace(policy, **(_IN_FP32 if knob.precision == "whole" else {name: stock}))
+        if not reverted.uses_fp32_math and policy.uses_fp32_math:
+            reverted = replace(reverted, fp32_math=STOCK.fp32_math)
         if isinstance(value, tuple):
             named = [str(rule) for rule in value]
             yield Variant(setting=f"{name}: {' + '.join(named)}", value=named, reverted_to=[], policy=reverted)
         else:
-            yield Variant(setting=name, value=value, reverted_to=knob.stock, policy=reverted)
-
-
-def _without_rules(policy: Policy) -> Iterator[Variant]:
-    rules = tuple(rule for rule in policy.fp32_modules if not rule.is_needed)
-    groups = [(rule,) for rule in rules] if len(rules) <= MOST_RULES else [rules]
-    for group in groups:
-        kept = tuple(rule for rule in policy.fp32_modules if rule not in group)
-        reverted = replace(policy, fp32_modules=kept)
-        yield Variant(
-            setting=f"fp32_modules: {' + '.join(map(str, group))}",
-            value=[str(rule) for rule in group],
-            reverted_to=[],
-            policy=reverted if reverted.uses_fp32_math else replace(reverted, fp32_math=STOCK.fp32_math),
-        )
+            yield Variant(setting=name, value=value, reverted_to=stock, policy=reverted)

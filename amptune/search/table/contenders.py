@@ -12,7 +12,7 @@ from amptune.policy.settings import Policy
 from amptune.search.table.model import Estimates
 from amptune.search.table.objective import KNOWN_TO, NEGLIGIBLE, Objective
 from amptune.search.table.ratio import LIKELY, Ratio
-from amptune.search.table.row import Row, contradicts_trials, decisive, settled_in
+from amptune.search.table.row import Row, decisive, graphs_keep_coming, settled_in
 
 __all__ = ["PROCESSES", "Contender", "contenders_of"]
 
@@ -56,12 +56,19 @@ class Contender:
     """True if it was timed in the user's loop."""
 
     believed: bool = True
-    """False if it has its trial alone, and the loop said otherwise of another's."""
+    """False if it has its graphs' trial alone, and in the loop graphs kept coming under another policy."""
 
     rows: int = 0
     failure: Failure | None = None
     lost: str = ""
     """Why it did not win; empty for the winner."""
+
+    @property
+    def axes(self) -> dict[str, float]:
+        """The figures that are known of what policies trade, to four digits."""
+        names = (_SPEED, *_USE.values())
+        figures = ((name, getattr(self, name)) for name in names)
+        return {name: float(f"{value:.4g}") for name, value in figures if value is not None}
 
     @property
     def speedup(self) -> float:
@@ -103,33 +110,24 @@ def contenders_of(
     of, timed, settled = _by_policy(rows), _by_policy(decisive(rows)), settled_in(rows)
     baseline = scores.policies[scores.baseline]
     own_figures = _figures(timed[baseline])
-    contradicted = objective.name != "memory" and contradicts_trials(rows, baseline)
+    is_surprising = graphs_keep_coming(rows)
     for policy, own in of.items():
         count = sum(isinstance(row.outcome, Measurement) for row in own)
         failure = next((row.outcome for row in reversed(own) if isinstance(row.outcome, Failure)), None)
         if failure is not None and policy != baseline:
             yield Contender(policy=policy, failure=failure, rows=len(own))  # a policy that sometimes fails is useless
         elif policy in timed:
+            has_graphs, in_loop = policy.cuda_graphs or policy.compile != "off", any(row.in_loop for row in own)
             yield replace(
                 _measured(policy, timed[policy], scores, speeds, objective, own_figures),
                 settled=policy == baseline or policy in settled,
-                in_loop=any(row.in_loop for row in own),
-                believed=not contradicted or policy == baseline or _is_beyond_its_trial(policy, own),
+                in_loop=in_loop,
+                believed=in_loop or policy == baseline or not (has_graphs and is_surprising),
                 rows=count,
             )
         elif any(row.is_bound for row in own):
             fastest = max(row.outcome.samples_per_s for row in own if isinstance(row.outcome, Measurement))
             yield Contender(policy=policy, at_most=fastest / own_figures[_SPEED], rows=count)
-
-
-def _is_beyond_its_trial(policy: Policy, own: Sequence[Row]) -> bool:
-    """Returns True if more than a trial speaks of a policy: the loop, or without graphs a second process.
-
-    The loop may not tell, since it waits for data or the loader failed: then the comparison has steps by themselves.
-    """
-    has_graphs = policy.cuda_graphs or policy.compile != "off"
-    launches = {(row.run, row.launch) for row in own}
-    return any(row.in_loop for row in own) or (not has_graphs and len(launches) >= PROCESSES)
 
 
 def _by_policy(rows: Iterable[Row]) -> dict[Policy, list[Row]]:
@@ -187,8 +185,9 @@ def _figures(rows: Sequence[Row]) -> dict[str, float]:
 
 def _honest(ratio: Ratio | None) -> Ratio | None:
     """Returns the ratio; the interval of what one process alone has measured reaches 1."""
-    is_of_one = ratio is not None and ratio.launches < PROCESSES and ratio.deviation > 0
-    return ratio.of_one_process if ratio is not None and is_of_one else ratio
+    if ratio is None or ratio.launches >= PROCESSES or ratio.deviation == 0:
+        return ratio
+    return replace(ratio, low=min(ratio.low, 1.0), high=max(ratio.high, 1.0))
 
 
 def _fast_enough(speed: Ratio | None, objective: Objective) -> float:

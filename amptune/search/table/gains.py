@@ -33,12 +33,12 @@ def gain_in_words(objective: Objective, gain: Ratio | None, speedup: Ratio | Non
         return "not compared"
     if objective.name == "throughput":
         return f"{gain} the speed of the baseline"
-    return f"{use_of(objective, gain)} at {_times(speedup)} times its throughput"
+    return f"{use_of(objective, gain)} at {speedup.in_words()} times its throughput"
 
 
 def use_of(objective: Objective, gain: Ratio) -> str:
     """Returns a policy's use of memory or energy: "uses 0.61 times the memory of the baseline"."""
-    return f"uses {_times(gain.inverse)} times the {_WHAT[objective.name]}"
+    return f"uses {gain.inverse.in_words()} times the {_WHAT[objective.name]}"
 
 
 def counted(number: int, what: str) -> str:
@@ -50,9 +50,3 @@ def counted(number: int, what: str) -> str:
 def _least_speed(objective: Objective) -> str:
     share = objective.least_speed
     return "the baseline's throughput" if share == 1 else f"{share:g} times the baseline's throughput"
-
-
-def _times(ratio: Ratio) -> str:
-    """Formats a ratio, without its interval if that is not seen in so many digits: peak memory is nearly the same."""
-    words = ratio.in_words()
-    return ratio.number if words == f"{ratio.number} [{ratio.number}, {ratio.number}]" else words

@@ -1,8 +1,8 @@
 """The statistical model of the table: what each policy scores, and how well that is known. Pure.
 
-The score y of row r, of policy p in run i, process j and sitting k, is on the logarithm
+The score y of row r, of policy p in run i, which is a sitting, and process j, is on the logarithm
 
-    y_r = s_p + level_i + u_p (launch_pij + sitting_pik + block_r) + doubt_r.
+    y_r = s_p + level_i + u_p (launch_pij + sitting_pi + block_r) + doubt_r.
 
 s_p is the policy's own score, level_i that of its run, which is free: policies are compared within runs. u_p is the
 policy's step spread, how much its steps differ within a block: processes and blocks of steps that wait for the host
@@ -43,7 +43,7 @@ from amptune.search.table.effects import Machine
 from amptune.search.table.improvement import Floats
 from amptune.search.table.population import shrunk
 from amptune.search.table.ratio import Ratio
-from amptune.search.table.row import Row, decisive, mean_error, sittings_of, step_spread
+from amptune.search.table.row import Row, decisive, mean_error, step_spread
 
 __all__ = ["Estimates", "fit"]
 
@@ -228,7 +228,7 @@ class _Table:
             score=np.log([value for _, value in scored]),
             design=np.array([[float(row.policy == one) for one in own] for row in rows]),
             noise=spread**2 * np.where(single, _DOUBTFUL**2, 1.0),
-            lasting={"launch": together * process, "sitting": together * policy * _alike(sittings_of(rows))},
+            lasting={"launch": together * process, "sitting": together * policy * _alike([row.run for row in rows])},
             fixed=_LEVEL**2 * _alike([(row.run, row.in_loop) for row in rows])
             + _OFF_LOOP**2 * np.outer(off_loop, off_loop) * policy
             + np.outer(disturbed, disturbed) * process

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -56,11 +56,6 @@ class Ratio:
         return float(stdtr(max(1.0, self.freedom), distance / self.deviation))
 
     @property
-    def of_one_process(self) -> Ratio:
-        """This ratio with an interval that reaches 1, since nobody has seen what another process does."""
-        return replace(self, low=min(self.low, 1.0), high=max(self.high, 1.0))
-
-    @property
     def half_width(self) -> float:
         """Half the width of the interval, relative to the value."""
         return (self.high - self.low) / 2 / self.value
@@ -81,10 +76,11 @@ class Ratio:
         return self.in_words("×")
 
     def in_words(self, unit: str = "") -> str:
-        """Returns the value and its interval, such as "1.52× [1.50, 1.54]"."""
+        """Returns the value and its interval, such as "1.52× [1.50, 1.54]"; the value alone if it reads the same."""
         if self._says_nothing:
             return f"{self.number}{unit} (too noisy to tell)"
-        return f"{self.number}{unit} [{self.low:.{self.digits}f}, {self.high:.{self.digits}f}]"
+        low, high = (f"{limit:.{self.digits}f}" for limit in (self.low, self.high))
+        return f"{self.number}{unit}" + ("" if low == high else f" [{low}, {high}]")
 
     @property
     def number(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,26 +15,20 @@ from amptune.policy.serialization import finite, policy_from_dict, policy_to_dic
 from amptune.policy.settings import Policy
 
 __all__ = [
-    "SITTING_S",
     "Row",
-    "contradicts_trials",
     "decisive",
+    "graphs_keep_coming",
     "mean_error",
     "settled_in",
-    "sittings_of",
     "step_spread",
     "wait_share",
     "waits_for_data",
 ]
 
-# Another run is another sitting, and so is each such part of a run: what other programs do has changed by then.
-SITTING_S = 600.0
 # The standard deviation of a Gaussian over the median distance from its median.
 _DEVIATIONS = 1.4826
 # Fewer steps than this do not show how much steps differ.
 _FEWEST_STEPS = 5
-# The loop contradicts a trial if a policy that was ahead of the baseline is slower than it by more than this share.
-CONTRADICTED = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,14 +87,6 @@ class Row:
         )
 
 
-def sittings_of(rows: Sequence[Row]) -> list[tuple[str, int]]:
-    """Returns the sitting of each row: its run, and which part of it, counted from its first row."""
-    first_s: dict[str, float] = {}
-    for row in rows:
-        first_s[row.run] = min(row.moment_s, first_s.get(row.run, row.moment_s))
-    return [(row.run, int((row.moment_s - first_s[row.run]) // SITTING_S)) for row in rows]
-
-
 def decisive(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows that tell how fast policies are.
 
@@ -122,38 +108,14 @@ def settled_in(rows: Sequence[Row]) -> set[Policy]:
     }
 
 
-def contradicts_trials(rows: Sequence[Row], baseline: Policy) -> bool:
-    """Returns True if the user's loop says otherwise of a policy than its trial.
+def graphs_keep_coming(rows: Sequence[Row]) -> bool:
+    """Returns True if graphs kept coming in the user's loop under a policy whose trial did not show it.
 
-    There graphs kept coming under it, which the trial did not show, or it is behind the baseline, where the trial had
-    it ahead. A trial's batches come again and again; if that is why, the trials of other policies are no better.
+    A trial's batches come again and again. If that is why, the trials of other graphs are no better.
     """
-    loops = [row for row in rows if row.in_loop]
-    trials = [row for row in rows if not row.in_loop and row.is_settled and not row.is_bound]
-    twice = {row.policy for row in loops} & {row.policy for row in trials}
-    if twice - settled_in(rows):
-        return True
-    if waits_for_data(rows):
-        return False
-    in_loop, in_trials = _relative_speeds(loops, baseline), _relative_speeds(trials, baseline)
-    both = in_loop.keys() & in_trials.keys()
-    return any(in_trials[policy] > 1 and in_loop[policy] * (1 + CONTRADICTED) < 1 for policy in both)
-
-
-def _relative_speeds(rows: Iterable[Row], baseline: Policy) -> dict[Policy, float]:
-    """Returns each policy's samples per second over the baseline's, by runs that have both: the median of runs.
-
-    Disturbed blocks, which tell no speed, do not count.
-    """
-    speeds: dict[str, dict[Policy, list[float]]] = {}
-    for row in rows:
-        if isinstance(row.outcome, Measurement) and not row.is_disturbed:
-            speeds.setdefault(row.run, {}).setdefault(row.policy, []).append(row.outcome.samples_per_s)
-    ratios: dict[Policy, list[float]] = {}
-    for of in speeds.values():
-        for policy in of if baseline in of else ():
-            ratios.setdefault(policy, []).append(statistics.median(of[policy]) / statistics.median(of[baseline]))
-    return {policy: statistics.median(values) for policy, values in ratios.items()}
+    looped = {row.policy for row in rows if row.in_loop}
+    settled = {row.policy for row in rows if not row.in_loop and row.is_settled and not row.is_bound}
+    return bool((looped & settled) - settled_in(rows))
 
 
 def waits_for_data(rows: Sequence[Row]) -> bool:

@@ -10,10 +10,10 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import KNOBS, Policy
 from amptune.search.table.contenders import PROCESSES, Contender, contenders_of
 from amptune.search.table.effects import Machine
-from amptune.search.table.gains import gain_in_words, goal_of
+from amptune.search.table.gains import counted, gain_in_words, goal_of
 from amptune.search.table.model import Estimates, fit
 from amptune.search.table.objective import NEGLIGIBLE, THROUGHPUT, Objective
-from amptune.search.table.ratio import CONFIRMED, LIKELY, Confidence, Ratio, chance_in_words, confidence_of
+from amptune.search.table.ratio import LIKELY, Confidence, Ratio, chance_in_words, confidence_of
 from amptune.search.table.row import Row, waits_for_data
 
 __all__ = [
@@ -23,14 +23,13 @@ __all__ = [
     "verdict_of",
 ]
 
-# A recorded policy has to be faster than a compiled one by this share.
-GUARDED = 0.03
 # Blocks of a typical policy that differ by more than this are reported.
 REPORTED_NOISE = 0.05
+# With a smaller probability a policy that may be better is not named.
+WORTH_NAMING = 0.75
 # The spread of figures that are no times: a GPU's peaks differ by the allocator's rounding, energy by its counter's.
 MEMORY_SPREAD, ENERGY_SPREAD = {"cuda": 0.0005, "cpu": 0.01}, 0.02
 _BETTER = {"throughput": "faster", "memory": "less-memory", "energy": "less-energy"}
-_BEST = {"throughput": "fastest", "memory": "that use least memory", "energy": "that use least energy"}
 
 # Returns why a policy cannot win, in words; None if it can.
 Bar = Callable[[Policy], str | None]
@@ -49,7 +48,6 @@ class Verdict:
     leader: Contender | None
     contenders: tuple[Contender, ...]
     confidence: Confidence
-    findings: tuple[Finding, ...]
     scores: Estimates = field(repr=False, compare=False)
     speeds: Estimates = field(repr=False, compare=False)
     objective: Objective = THROUGHPUT
@@ -77,6 +75,32 @@ class Verdict:
         """True if nothing was compared with the baseline, so that there is no answer yet."""
         others = (one for one in self.contenders if one.policy != self.baseline.policy)
         return all(one.failure is None and one.gain is None and one.at_most is None for one in others)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        if self.is_open:
+            return "no answer yet: the budget was enough for the baseline only"
+        if self.keeps_the_baseline:
+            return f"keep what you have: no policy was shown {goal_of(self.objective)}"
+        return f"{self.winner.policy}: {gain_in_words(self.objective, self.gain, self.speedup)}"
+
+    @property
+    def grounds(self) -> str:
+        """How sure the answer is, and the measurements that it rests on, in words."""
+        if self.is_open:
+            return "nothing to compare"
+        if self.keeps_the_baseline:
+            return f"{self.confidence}: {_why_kept(self, len(self.contenders) - 1)}"
+        processes = counted(max(1, self.gain.launches), "process")
+        by = f"{counted(self.winner.rows, 'measurement')} in {processes}"
+        doubt = _doubt(self.winner, self.baseline) if self.confidence == "likely" else None
+        return f"{self.confidence}, {chance_in_words(self.winner.chance)} sure: {by}{f', {doubt}' if doubt else ''}"
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """The answer, what keeps it from being sure, and noise."""
+        return tuple(_findings(self))
 
     def contender_of(self, policy: Policy) -> Contender | None:
         return next((contender for contender in self.contenders if contender.policy == policy), None)
@@ -112,24 +136,20 @@ def verdict_of(
     own = next(one for one in contenders if one.policy == baseline)
     able = [one for one in contenders if one is not own and one.may_win and bar(one.policy) is None]
     shown = [one for one in able if one.is_shown]
-    level = _level_with_the_best(shown, scores, speeds)
-    if objective.name == "throughput":
-        level = _compiled_over_recorded(level, shown, scores)
-    winner = min(level, key=_simplest, default=own)
+    winner = min(_level_with_the_best(shown, scores, speeds), key=_simplest, default=own)
     verdict = Verdict(
         winner=winner,
         baseline=own,
         leader=able[0] if able else None,
         contenders=contenders,
         confidence=_confidence_in(winner, own, [*able, *(one for one in contenders if one.at_most is not None)]),
-        findings=(),
         scores=scores,
         speeds=speeds,
         objective=objective,
         waits_for_data=waits_for_data(rows),
     )
     lost = tuple(replace(one, lost=_why(one, verdict, bar)) for one in contenders)
-    return replace(verdict, contenders=lost, findings=tuple(_findings(verdict, len(level))))
+    return replace(verdict, contenders=lost)
 
 
 def _confidence_in(winner: Contender, baseline: Contender, others: Sequence[Contender]) -> Confidence:
@@ -149,7 +169,7 @@ def _confidence_in(winner: Contender, baseline: Contender, others: Sequence[Cont
 def _doubt(winner: Contender, baseline: Contender) -> str | None:
     """Returns why not even certainty confirms that the winner is better, in words; None if nothing speaks so."""
     if winner.gain is not None and winner.gain.launches < PROCESSES:
-        return f"but in one process alone, where it takes {PROCESSES} to confirm it"
+        return f"and it takes {PROCESSES} to confirm it"
     if winner.policy.batch_size != baseline.policy.batch_size and not winner.in_loop:
         return "but its batch size was never trained with the loader's own data"
     if winner.disturbed or baseline.disturbed:
@@ -171,22 +191,12 @@ def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, spe
     return confirmed or level
 
 
-def _simplest(one: Contender) -> tuple[int, bool, float]:
-    """The sort key of policies that are level; of equally simple ones, what the user's loop has timed comes first."""
-    return departure_count(one.policy), not one.in_loop, -one.merit
+def _simplest(one: Contender) -> tuple[int, bool, bool, float]:
+    """The sort key of policies that are level.
 
-
-def _compiled_over_recorded(level: list[Contender], shown: Sequence[Contender], scores: Estimates) -> list[Contender]:
-    """Returns compiled policies hardly behind those level with the best, if all these have recorded CUDA graphs.
-
-    What a compiled graph depends on is guarded by PyTorch, step by step; recordings are compared now and then.
+    Of equally simple ones, those come first whose graphs PyTorch guards at each step, then what the loop has timed.
     """
-    if not level or not all(one.policy.cuda_graphs for one in level):
-        return level
-    means = {id(one): float(scores.mean[scores.place[one.policy]]) for one in shown}
-    least = max(means[id(one)] for one in level) - math.log1p(GUARDED)
-    guarded = (one for one in shown if one.policy.compile != "off" and not one.policy.cuda_graphs)
-    return [one for one in guarded if means[id(one)] >= least] or level
+    return departure_count(one.policy), bool(one.policy.cuda_graphs), not one.in_loop, -one.merit
 
 
 def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
@@ -210,64 +220,46 @@ def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:
 
 def _beside(one: Contender, verdict: Verdict) -> str:
     if not one.believed:
-        return "the training loop said otherwise of another policy than its trial, and has not timed this one"
+        return "in the training loop graphs kept coming under another policy, and it has not timed this one"
     if not one.is_shown:
-        sure = f", {chance_in_words(one.chance)} sure" if one.merit > 1 else ""
-        return f"not shown to be better than the baseline: {one.gain}{sure}"
+        return f"not shown to be better than the baseline: {one.gain}"
     fit = verdict.scores
     behind = float(fit.mean[fit.place[verdict.winner.policy]] - fit.mean[fit.place[one.policy]])
-    won_by = verdict.winner.policy
-    if one.policy.cuda_graphs and behind < NEGLIGIBLE and won_by.compile != "off" and not won_by.cuda_graphs:
-        return f"no more than {GUARDED:.0%} ahead of {won_by}, whose graphs PyTorch guards at each step"
     if behind <= NEGLIGIBLE:
         return f"no better than {verdict.winner.policy}, and not simpler"
     return f"behind {verdict.winner.policy} by {math.expm1(behind):.1%}"
 
 
-def _findings(verdict: Verdict, equals: int) -> Iterator[Finding]:
-    winner, objective = verdict.winner, verdict.objective
-    if verdict.keeps_the_baseline:
-        yield from _kept(verdict)
-    else:
-        message = f"{winner.policy}: {gain_in_words(objective, winner.gain, winner.vs_baseline)}"
-        yield Finding(code=_BETTER[objective.name], message=message)
-        if verdict.confidence == "likely":
-            doubt = _doubt(winner, verdict.baseline) if confidence_of(winner.chance) == "confirmed" else None
-            because = doubt or f"where {chance_in_words(CONFIRMED)} counts as confirmed"
-            yield Finding(
-                code="provisional",
-                message=f"likely, not confirmed: {chance_in_words(winner.chance)} sure that it is better, {because}; "
-                "more --budget tells",
-                figures={"probability": winner.chance, "confirms": CONFIRMED},
-            )
-    if equals > 1:
-        message = (
-            f"no difference shown between the {equals} {_BEST[objective.name]}; the one with the fewest departures wins"
-        )
-        yield Finding(code="simplest", message=message, figures={"equals": equals})
-    yield from _speed_not_shown(winner, objective)
-    if objective.name != "memory":
+def _why_kept(verdict: Verdict, others: int) -> str:
+    """Returns that no other policy is better than the baseline, or why nobody knows yet."""
+    leader = verdict.leader
+    if verdict.confidence != "undecided":
+        return f"none of {others} others is better" if others > 1 else "the only other policy is not better"
+    if leader is None or leader.gain is None:
+        return f"none of {others} others can win" if others > 1 else "the only other policy cannot win"
+    if leader.chance >= LIKELY and leader.gain.launches < PROCESSES:
+        return f"{leader.policy} was faster in one process alone, and it takes {PROCESSES} to tell"
+    if leader.chance >= WORTH_NAMING:
+        words = gain_in_words(verdict.objective, leader.gain, leader.vs_baseline)
+        return f"{leader.policy} may be better ({words}, {chance_in_words(leader.chance)} sure)"
+    if leader.rows == 1 and 0 < leader.merit < 1 and verdict.objective.name == "throughput":
+        return f"not enough measurements; {leader.policy} took {1 / leader.merit:.2g} times as long in its only one"
+    able = sum(one.may_win for one in verdict.contenders if one.policy != verdict.baseline.policy)
+    named = f"one of {able} others" if able > 1 else "the only other policy that runs"
+    return f"too few measurements to tell if {named} is better"
+
+
+def _findings(verdict: Verdict) -> Iterator[Finding]:
+    winner, kept = verdict.winner, verdict.keeps_the_baseline
+    if not verdict.is_open:
+        yield Finding(code="keep" if kept else _BETTER[verdict.objective.name], message=verdict.sentence)
+        if verdict.confidence == ("undecided" if kept else "likely"):
+            message = f"{verdict.grounds}; more --budget, or a quieter machine, tells"
+            figures = {"probability": winner.chance}
+            yield Finding(code="undecided" if kept else "provisional", message=message, figures=figures)
+    yield from _speed_not_shown(winner, verdict.objective)
+    if verdict.objective.name != "memory":
         yield from _noise(verdict.speeds)
-
-
-def _kept(verdict: Verdict) -> Iterator[Finding]:
-    leader, objective = verdict.leader, verdict.objective
-    if verdict.is_open:
-        return
-    rival = ""
-    if leader is not None:
-        words = gain_in_words(objective, leader.gain, leader.vs_baseline)
-        rival = f"; the best of the others: {leader.policy}, {words}"
-        if leader.merit > 1:
-            rival += f", better with a probability of {chance_in_words(leader.chance)}"
-        if not leader.believed:
-            rival += ", by its trial alone, where the training loop said otherwise of another policy than its trial"
-    yield Finding(code="keep", message=f"keep what you have: no policy was shown {goal_of(objective)}{rival}")
-    if verdict.confidence == "undecided":
-        message = (
-            "the measurements are too few or too noisy to be sure of that: more --budget, or a quieter machine, tells"
-        )
-        yield Finding(code="undecided", message=message)
 
 
 def _speed_not_shown(winner: Contender, objective: Objective) -> Iterator[Finding]:
