@@ -12,8 +12,7 @@ from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
-from amptune.search.batch_size.largest_batch import LargestBatch, find_largest
-from amptune.search.batch_size.next_size import GOOD, Question
+from amptune.search.batch_size.largest_batch import GOOD, LargestBatch, Question, find_largest
 from amptune.search.space.global_batch import GlobalBatch, accumulated
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "rounded_sizes"]
@@ -85,10 +84,9 @@ def batch_sizes_for(
         limit_s = min(PROBE.time_limit_s, max(1.0, left_s()))
         return runner.measure_alone(probed, replace(PROBE, time_limit_s=limit_s))
 
-    own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
+    own = prepared.subject.batch_size
     sizes, ends = _allowed(prepared, whole)
-    weights_mib = 4 * prepared.subject.parameters / 2**20 if on_gpu else None
-    question = Question(sizes=sizes, ends=ends, own=own, limit_mib=prepared.memory_mib, weights_mib=weights_mib)
+    question = Question(sizes=sizes, ends=ends, own=own, limit_mib=prepared.memory_mib)
     found = find_largest(run, question, left_s=left_s)
     return BatchSizes(sizes=_between(own, found.batch_size or own, whole), largest=(policy, found))
 
