@@ -29,8 +29,6 @@ def performer_of(
         candidates.study_name,
         candidates.space,
         candidates.policy_of,
-        seed=request.seed,
-        stored=candidates.stored,
         objective=request.objective,
         baseline=candidates.baseline,
         sampler=request.sampler,

@@ -39,7 +39,7 @@ def at_server(server: Server) -> Iterator[At]:
     known, studies = candidates(), list[Study]()
 
     def study_for(left_s: Callable[[], float]) -> Study:
-        opened = open_study(server.url, "study", known.space, known.policy_of, seed=0, baseline=STOCK, left_s=left_s)
+        opened = open_study(server.url, "study", known.space, known.policy_of, baseline=STOCK, left_s=left_s)
         opened.begin(replace(TUNING, run=str(len(studies))))
         studies.append(opened)
         return opened

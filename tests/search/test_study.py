@@ -46,7 +46,7 @@ def candidates(**pins: str) -> Candidates:
 def opened(where: Path | str, run: str = "0", known: Candidates | None = None, **more: Any) -> Study:
     """A worker of the study."""
     known = known or candidates()
-    study = open_study(where, "study", known.space, known.policy_of, seed=0, baseline=STOCK, **more)
+    study = open_study(where, "study", known.space, known.policy_of, baseline=STOCK, **more)
     study.begin(replace(TUNING, run=run))
     return study
 

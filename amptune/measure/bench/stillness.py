@@ -60,12 +60,11 @@ class Pause:
 class Stillness:
     """The pauses of processes that compile `beside` a trial, one for each block of steps; `pauses` lists the past ones.
 
-    Without such processes a pause does nothing. If they `go_on`, it only tells that they did.
+    Without such processes a pause does nothing.
     """
 
-    def __init__(self, beside: Sequence[ProcessIdentity] = (), *, go_on: bool = False) -> None:
+    def __init__(self, beside: Sequence[ProcessIdentity] = ()) -> None:
         self._beside = beside
-        self._go_on = go_on
         self.pauses: list[Pause] = []
 
     @contextlib.contextmanager
@@ -79,8 +78,7 @@ class Stillness:
         from_s = time.monotonic()
         try:
             with _at_compilation(trees.release):
-                if not self._go_on:
-                    trees.stop()
+                trees.stop()
                 yield trees
         finally:
             until_s = trees.release()

@@ -204,7 +204,7 @@ def import_compiler() -> None:
 def measure(
     policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = (), lasting: frozenset[str] = frozenset()
 ) -> Reply:
-    """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed, unless it says no.
+    """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed.
 
     No block is repeated for disturbances that another worker has found `lasting`. A bench that cannot be built, or be
     restored after a CUDA error, also gives a failure.
@@ -213,7 +213,7 @@ def measure(
     from amptune.measure.loop.own_loop import measure_in_loop
     from amptune.measure.workers.kept_artifacts import keep_artifacts
 
-    stillness = Stillness(beside, go_on=effort.beside_compiling)
+    stillness = Stillness(beside)
     try:
         bench = _bench()
         bench.lasting |= lasting

@@ -216,8 +216,6 @@ def open_study(
     space: Space,
     to_policy: ToPolicy,
     *,
-    seed: int = 0,  # noqa: ARG001  # proposals take it
-    stored: Space | None = None,
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
     fits: Callable[[Policy], bool] = lambda _: True,
@@ -227,10 +225,8 @@ def open_study(
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
     Policies of the space that do not fit into memory are left out. Every `objective` uses the same study.
-    Optuna keeps the points as points of the space `stored`, by default `space`: a space that this run has cut to its
-    sound points must not look like another space.
     A database that is away is waited for while the run has time left, which `left_s` returns.
     Raises `StudyError` if the storage cannot be used.
     """
-    store = open_store(where, name, stored or space, left_s)
+    store = open_store(where, name, space, left_s)
     return Study(store, Catalog(space, to_policy, fits), objective, baseline, sampler)
