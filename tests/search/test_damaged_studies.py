@@ -86,7 +86,9 @@ def test_any_damage_is_read_or_told(lines: list[bytes], tmp_path: Path, seed: in
     place = chance.randrange(len(lines))
     content = b"".join([*lines[:place], damaged(lines[place], chance), *lines[place + 1 :]])
     done = report(content, tmp_path, *chance.choice([(), ("--json",), ("-o", str(tmp_path / "r.html"))]))
-    assert done.returncode == 0 or (done.returncode == 2 and re.search(r"journal\.log:\d+: |cannot be read", done.stderr))
+    assert done.returncode == 0 or (
+        done.returncode == 2 and re.search(r"journal\.log:\d+: |cannot be read", done.stderr)
+    )
     assert (tmp_path / "journal.log").read_bytes() == content
 
 

@@ -216,9 +216,7 @@ def test_sizes_that_fail_for_another_reason_are_gone_below_and_the_answer_is_wha
         assert 60 <= found.batch_size <= 100
 
 
-@pytest.mark.parametrize(
-    ("own", "because"), [(128, "8 did not fit"), (1, "1 did not fit")]
-)
+@pytest.mark.parametrize(("own", "because"), [(128, "8 did not fit"), (1, "1 did not fit")])
 def test_where_nothing_fits_there_is_no_answer(own: int, because: str) -> None:
     found = found_with(lambda _: OOM, own)
     assert found.batch_size is None

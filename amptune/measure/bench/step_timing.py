@@ -205,7 +205,7 @@ class StepTimer:
             has_time = again_until_s < started_s + 2 * SETTLE_SHARE * effort.time_limit_s
             is_short = took_s <= (1 + MAX_REPEATS) * effort.measure_s  # else it has few steps that take long
             is_last = not (has_time and is_short) or len(reasons) == MAX_REPEATS
-            if not new or around.prepared() > prepared or is_last:
+            if not new or effort.beside_compiling or around.prepared() > prepared or is_last:
                 break
             reasons.append("+".join(new))
         return Sample(kept=block, discarded=tuple(reasons))

@@ -46,7 +46,8 @@ class Effort:
     its warm-up. `time_limit_s` is the hard limit, enforced from outside; it includes the worker's start.
 
     With `in_loop` the user's training loop is timed: every step gets a new batch, from the workload's loader if there
-    is one. Otherwise steps take the same sequence of `batches` on the device again and again.
+    is one. Otherwise steps take the same sequence of `batches` on the device again and again. Processes that compile
+    stand still while steps are timed, unless `beside_compiling`.
     """
 
     warmup_s: float = 5.0
@@ -60,6 +61,7 @@ class Effort:
     time_limit_s: float = 60.0
     in_loop: bool = False
     batches: int | None = None
+    beside_compiling: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, TypeVar
 
-from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
+from amptune.measure.bench.stillness import ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.cpu_share import rarely_collecting_garbage, share_compilers, sharing_threads
@@ -56,13 +56,11 @@ T = TypeVar("T")
 class Reply:
     """An outcome, and whether its process is unusable from now on (a sticky CUDA error, or a group with a failed rank).
 
-    In the `pauses`, the processes that compiled beside the trial stood still. `lasting` are the codes of disturbances
-    that are always there.
+    `lasting` are the codes of disturbances that are always there.
     """
 
     outcome: Outcome
     broken: bool = False
-    pauses: tuple[Pause, ...] = ()
     lasting: frozenset[str] = frozenset()
 
 
@@ -204,7 +202,7 @@ def import_compiler() -> None:
 def measure(
     policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = (), lasting: frozenset[str] = frozenset()
 ) -> Reply:
-    """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed.
+    """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed, unless it says no.
 
     No block is repeated for disturbances that another worker has found `lasting`. A bench that cannot be built, or be
     restored after a CUDA error, also gives a failure.
@@ -213,7 +211,7 @@ def measure(
     from amptune.measure.loop.own_loop import measure_in_loop
     from amptune.measure.workers.kept_artifacts import keep_artifacts
 
-    stillness = Stillness(beside)
+    stillness = Stillness(beside, go_on=effort.beside_compiling)
     try:
         bench = _bench()
         bench.lasting |= lasting
@@ -224,10 +222,9 @@ def measure(
         keep_artifacts(policy, outcome, bench.device, _State.setting.artifacts)
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
-        return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses), lasting=lasting)
+        return Reply(outcome=failure_of(error), broken=True, lasting=lasting)
     is_lost = _State.followers is not None and isinstance(outcome, Failure)
-    is_broken, pauses = is_lost or cuda_is_broken(), tuple(stillness.pauses)
-    return Reply(outcome=outcome, broken=is_broken, pauses=pauses, lasting=bench.lasting)
+    return Reply(outcome=outcome, broken=is_lost or cuda_is_broken(), lasting=bench.lasting)
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:

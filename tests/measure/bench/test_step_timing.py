@@ -225,6 +225,7 @@ def test_blocks_are_repeated_for_what_disturbs_them_and_neither_lasts_nor_is_the
 def test_no_block_is_repeated_that_paid_for_new_graphs_or_takes_long_or_when_the_time_limit_is_near() -> None:
     """The next block would find graphs recorded, and training pays for them."""
     assert World().trial("hw-thermal", prepared=1) == ((), ("hw-thermal",))
+    assert World().trial("hw-thermal", effort=replace(EFFORT, beside_compiling=True)) == ((), ("hw-thermal",))
     # The second block ends at 0.2 s; a third would end after half of the limit. The next trial's shows that it stays.
     world, near = World(), replace(EFFORT, time_limit_s=0.5)
     assert world.trial("sw-thermal", "sw-thermal", effort=near) == (("sw-thermal",), ("sw-thermal",))
