@@ -109,6 +109,12 @@ class Durations:
         compiled = (trial for trial in self._trials if trial.policy.compile != "off")
         return {one.policy: one.outcome.startup_s for one in compiled if isinstance(one.outcome, Measurement)}
 
+    @cached_property
+    def is_late(self) -> bool:
+        """True if a graph that compiles may come too late to be measured, on a host that may be slow."""
+        spent_s, begun = self.state.spent_s, self.state.graphs.begun
+        return any(self.slow_compile_s(one) - (spent_s - at_s) > self.spare_s for one, at_s in begun.items())
+
     def remaining_s(self, policy: Policy) -> float:
         """Returns the seconds until a graph that compiles is ready; less than 0 if it is overdue."""
         return (

@@ -69,17 +69,15 @@ def _largest_batch(state: State, _: Durations) -> Job | None:
 
 def _graph(state: State, at: Durations) -> Job | None:
     """The likeliest graph, whenever one more can compile in the background and would come in time."""
-    count, places = len(state.graphs.known), _places(state)
-    if count >= min(places + 1, state.graphs.at_once, state.trials_left) or _has_failed(state):
+    if len(state.graphs.known) >= min(_places(state), state.trials_left) or _has_failed(state):
         return None
     able = (one for one in _graphs_in_order(state) if state.is_free(one) and not _is_broken(one, state))
     in_time = [one for one in able if at.compile_s(one) + at.typical_s < state.left_s]
-    if count >= places:  # one more if the host may be too slow for those, which comes in time on any
-        is_sure = any(at.slow_compile_s(one) < state.left_s for one in state.graphs.known)
-        in_time = [one for one in in_time if not is_sure and at.slow_compile_s(one) < state.left_s]
+    if at.is_late:  # others would make it later still: only one that comes in time on any host
+        in_time = [one for one in in_time if at.slow_compile_s(one) + at.typical_s < state.left_s]
     if in_time:
         return Job(kind="compile", policies=(in_time[0],), seconds=0.0, limit_s=max(1.0, state.left_s))
-    if count >= places:
+    if at.is_late:
         return None
     proposal = _proposal(state, compiled=True)
     if proposal is None or proposal.policy.compile not in BEHIND or cannot_compile(state):

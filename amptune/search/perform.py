@@ -11,7 +11,7 @@ from amptune.measure.results.outcome import ENERGY_S, Effort, Failure, Measureme
 from amptune.policy.findings import Finding
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.batch_sizes import batch_sizes_for
-from amptune.search.durations import BESIDE
+from amptune.search.durations import BESIDE, Durations
 from amptune.search.events import ComparisonStarted, Compiling, Observer, TrialEnded
 from amptune.search.gate.judge import SHORTEST_LIMIT_S, Judge, PolicyJudged, cure_of
 from amptune.search.gate.judgement import Judgement
@@ -140,7 +140,8 @@ class Performer:
         longest_s = MEASURING_LIMIT_S if policy.compile == "off" or compile_s > 0 else COMPILED_LIMIT_S
         limit_s = min(longest_s, max(SHORT_S if is_baseline else LEAST_LIMIT_S, left_s))
         before_s = budget.spent_s
-        effort = _effort(policy, limit_s, state)
+        beside = policy.compile == "off" and not is_baseline and Durations(state).is_late
+        effort = replace(_effort(policy, limit_s, state), beside_compiling=beside)
         outcome = self.evaluator.measure(policy, effort)
         if is_baseline and isinstance(outcome, Failure) and outcome.kind == "crash":
             outcome = self.evaluator.measure(policy, effort)  # perhaps an accident, and all rests on the baseline

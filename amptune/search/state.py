@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from amptune.measure.bench.readings import HOST_LOAD
 from amptune.measure.results.half_effects import Sensitivity
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.subject import Prepared
@@ -145,16 +146,18 @@ class State:
     def block_deviation(self) -> float:
         """How much blocks of one policy differ in this run, as a standard deviation on the logarithm.
 
-        Before any policy was measured twice, a block that other programs disturbed counts as `DISTURBED`.
+        Before any policy was measured twice, a block in which other programs kept the host busy counts as `DISTURBED`.
         """
-        own = [row for row in self.table if row.run == self.request.run and isinstance(row.outcome, Measurement)]
+        own = [row for row in self.table if row.run == self.request.run]
+        blocks = [(row.policy, row.outcome) for row in own if isinstance(row.outcome, Measurement)]
         logs: dict[Policy, list[float]] = {}
-        for row in own:
-            if isinstance(row.outcome, Measurement) and not row.outcome.abandoned:
-                logs.setdefault(row.policy, []).append(math.log(row.outcome.mean_ms))
+        for policy, block in blocks:
+            if not block.abandoned:
+                logs.setdefault(policy, []).append(math.log(block.mean_ms))
         repeated = [some for some in logs.values() if len(some) > 1]
         if not repeated:
-            return DISTURBED * sum(row.is_disturbed for row in own) / max(1, len(own))
+            busy = sum(HOST_LOAD in block.contaminated_by for _, block in blocks)
+            return DISTURBED * busy / max(1, len(blocks))
         squares = sum(statistics.pvariance(some) * len(some) for some in repeated)
         return math.sqrt(squares / sum(len(some) - 1 for some in repeated))
 
