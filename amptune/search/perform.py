@@ -95,15 +95,15 @@ class Performer:
         found = candidates_of(state)
         if found == state.candidates:
             return state
-        fits = (lambda _: True) if state.sizes is None else state.sizes.fits
-        self.study.adopt(found.space, found.policy_of, fits)
+        self.study.adopt(found.space, found.policy_of)
         return state.but(candidates=found)
 
     def _compile(self, job: Job, state: State) -> State:
         (policy,) = job.policies
+        if not self.study.claim(policy):
+            return state
         graphs = replace(state.graphs, begun={**state.graphs.begun, policy: state.request.budget.spent_s})
         self.observer(Compiling(policy=policy, left_s=state.request.budget.left_s))
-        self.study.note_compiling(graphs.begun)
         self.evaluator.begin_compiling(policy, job.limit_s)
         return state.but(graphs=graphs)
 
@@ -117,7 +117,7 @@ class Performer:
         in its trial. A policy that another worker has claimed meanwhile gives nothing.
         """
         if not job.policies:
-            proposed = self.study.suggested(state.cut | state.elsewhere | state.graphs.known, {})
+            proposed = self.study.suggested(state.cut | state.elsewhere | state.graphs.known)
             if proposed is None:
                 return state.but(free_sampler=False)
             job = replace(job, policies=(proposed,))

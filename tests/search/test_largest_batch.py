@@ -221,7 +221,6 @@ def test_where_nothing_fits_there_is_no_answer(own: int, because: str) -> None:
     found = found_with(lambda _: OOM, own)
     assert found.batch_size is None
     assert found.because.startswith(because)
-    assert found.smallest_too_large == found.probes[-1].batch_size
     assert str(found).startswith("no batch size is known to fit into 140000 MiB: ")
 
 
@@ -233,7 +232,6 @@ def test_a_run_that_took_more_than_the_limit_is_no_answer_where_nothing_enforces
     assert 0.95 * 350 <= found.batch_size <= 350
     assert ooms(found) == 0
     assert found.peak_mib <= 4000
-    assert found.smallest_too_large == min(n for n in unlimited.ran if n > 350)
 
 
 def test_no_probe_is_begun_that_there_is_no_time_for() -> None:

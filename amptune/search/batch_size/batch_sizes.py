@@ -10,7 +10,6 @@ from typing import Protocol
 from amptune.measure.results.outcome import Effort, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
-from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
 from amptune.search.batch_size.largest_batch import GOOD, LargestBatch, Question, find_largest
 from amptune.search.space.global_batch import GlobalBatch, accumulated
@@ -41,17 +40,6 @@ class BatchSizes:
 
     sizes: tuple[int, ...]
     largest: tuple[Policy, LargestBatch] | None = None
-
-    def fits(self, policy: Policy) -> bool:
-        """Returns False if a run of the policy's batch size, or of a smaller one, was too large for the memory.
-
-        That run needed the same memory for a sample. Policies that need another amount are not predicted.
-        """
-        if self.largest is None or policy.batch_size is None:
-            return True
-        tried, found = self.largest
-        failed = found.smallest_too_large
-        return failed is None or policy.batch_size < failed or memory_of(policy) != memory_of(tried)
 
     @property
     def findings(self) -> Iterator[Finding]:

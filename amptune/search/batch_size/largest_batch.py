@@ -85,12 +85,6 @@ class LargestBatch:
     peak_mib: float = 0.0
     probes: tuple[Probe, ...] = ()
 
-    @property
-    def smallest_too_large(self) -> int | None:
-        """The smallest batch that ran out of memory or took more than the limit."""
-        too_large = (one for one in self.probes if one.failure in ("", "oom") and one.reserved_mib > self.limit_mib)
-        return min((probe.batch_size for probe in too_large), default=None)
-
     def __str__(self) -> str:
         runs = f"{counted(len(self.probes), 'run')}, {_ooms(self.probes)} out of memory"
         if self.batch_size is None:
