@@ -137,7 +137,6 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     _batches: int | None = None
     _reference: Reference | Failure | None = None
     _others: OtherPrograms = field(default_factory=OtherPrograms)
-    _lasting: frozenset[str] = frozenset()
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
@@ -261,10 +260,9 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
         process, effort = self._worker(policy), replace(effort, batches=self._batches)
         beside = self._beside(process)
-        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, beside, self._lasting)
+        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, beside)
         if isinstance(reply, Failure):
             return reply
-        self._lasting = reply.lasting
         if reply.broken:
             process.stop()
         return reply.outcome

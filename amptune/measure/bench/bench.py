@@ -223,15 +223,6 @@ class Bench:
             finally:
                 self._tuned = None
 
-    @property
-    def lasting(self) -> frozenset[str]:
-        """The codes of disturbances that are always there: they are the machine as it is."""
-        return self._timer.steps.lasting
-
-    @lasting.setter
-    def lasting(self, codes: frozenset[str]) -> None:
-        self._timer.steps.lasting = codes
-
     def peak_mib(self) -> tuple[float, float]:
         """Returns the peak of memory since the model came to its device: (allocated, reserved)."""
         return self._memory.peak_mib()

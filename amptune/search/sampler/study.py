@@ -81,11 +81,6 @@ class Study:
         """The trials that tell something, as they ended."""
         return self.history.trials
 
-    @property
-    def table(self) -> list[Row]:
-        """Every timing of all runs: the trials' and the others."""
-        return [*(trial.row for trial in self.trials), *self.rows]
-
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on, and says to other workers that this one lives."""
         self.run = tuning.run
