@@ -63,6 +63,9 @@ class InThisProcess:
     def build_ahead(self, count: int) -> None:
         pass
 
+    def stop_compiling(self, policy: Policy) -> None:
+        raise NotImplementedError
+
     def begin_compiling(self, policy: Policy, limit_s: float) -> None:
         raise NotImplementedError
 

@@ -62,6 +62,10 @@ class Evaluator(Protocol):
         """Compiles a policy in a process of its own, where it is measured later; returns at once."""
         ...
 
+    def stop_compiling(self, policy: Policy) -> None:
+        """Ends the process that compiles a policy."""
+        ...
+
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         """Returns the seconds that each graph took, or its failure, if it came since the last call.
 
@@ -181,6 +185,10 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._workers[policy] = process
         # the first is the likeliest, and the fewer compile, the more cores each has for its kernels
         self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, len(self._graphs) + 1)
+
+    def stop_compiling(self, policy: Policy) -> None:
+        if self._graphs.pop(policy, None) is not None:
+            self._workers.pop(policy).stop()
 
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         if wait_s > 0 and self._graphs:

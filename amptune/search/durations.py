@@ -37,6 +37,9 @@ CACHED_GRAPH, JUDGED_GRAPH = 0.1, 1.3
 # Each further process that starts beside one makes starting them take longer by this share of one's time: six took 12 s
 # on the host of an H200, one 6 s.
 BESIDE = 0.2
+# Each further graph makes compiling take longer by this share: eight on sixteen cores of a fast host took 1.7 times as
+# long as one (reports/h200/oracle), three on those of a slow one twice as long.
+BESIDE_GRAPHS = 0.3
 # Timing every module takes about this long for each: 3.6 s for 1,000 modules (reports/numerics/h200/sensing.txt).
 # What is looked at besides takes some steps, and a while.
 MODULE_S, SENSED_STEPS, SENSE_S = 0.004, 4, 2.0
@@ -108,6 +111,10 @@ class Durations:
         """The seconds that starting each compiled policy took."""
         compiled = (trial for trial in self._trials if trial.policy.compile != "off")
         return {one.policy: one.outcome.startup_s for one in compiled if isinstance(one.outcome, Measurement)}
+
+    def beside_s(self, policy: Policy) -> float:
+        """Returns the seconds to compile a policy's graph beside those that compile now."""
+        return self.compile_s(policy) * (1 + BESIDE_GRAPHS * len(self.state.graphs.begun))
 
     @cached_property
     def is_late(self) -> bool:

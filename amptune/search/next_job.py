@@ -12,7 +12,7 @@ from itertools import chain
 
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.policy.setting_effects import ordered_as
-from amptune.policy.settings import CUDA_GRAPH_MODES, Policy
+from amptune.policy.settings import Policy
 from amptune.search.durations import Durations
 from amptune.search.gate.judgement import is_own_fault
 from amptune.search.job import Answer, Job
@@ -22,6 +22,7 @@ from amptune.search.space.knobs import FLOAT8
 from amptune.search.state import State
 from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.next_rows import next_round
+from amptune.search.table.trial import Trial
 
 __all__ = ["BEHIND", "next_job"]
 
@@ -35,6 +36,8 @@ NOISY = 0.1
 FEWEST_TRIALS = 4
 # Finding the largest batch takes at most this share of the time: nothing else is measured meanwhile.
 BATCH_SIZES_SHARE = 1 / 8
+# A graph of what is so many times behind without one gives its place to another.
+LOST = 1.5
 # Compiling is given up after this many compiled policies failed and none ran.
 COMPILE_ATTEMPTS = 2
 # The device memory that a compiling process is expected to need, relative to the eager baseline: CUDA graphs have their
@@ -69,20 +72,21 @@ def _largest_batch(state: State, _: Durations) -> Job | None:
 
 def _graph(state: State, at: Durations) -> Job | None:
     """The likeliest graph, whenever one more can compile in the background and would come in time."""
-    if len(state.graphs.known) >= min(_places(state), state.trials_left) or _has_failed(state):
+    lost = tuple(one for one in state.graphs.begun if _is_lost(one, state))
+    if len(state.graphs.known) - len(lost) >= min(_places(state), state.trials_left) or _has_failed(state):
         return None
     able = (one for one in _graphs_in_order(state) if state.is_free(one) and not _is_broken(one, state))
-    in_time = [one for one in able if at.compile_s(one) + at.typical_s < state.left_s]
-    if at.is_late:  # others would make it later still: only one that comes in time on any host
+    in_time = [one for one in able if at.beside_s(one) + at.typical_s < state.left_s]
+    if at.is_late and not lost:  # others would make it later still: only one that comes in time on any host
         in_time = [one for one in in_time if at.slow_compile_s(one) + at.typical_s < state.left_s]
     if in_time:
-        return Job(kind="compile", policies=(in_time[0],), seconds=0.0, limit_s=max(1.0, state.left_s))
+        return Job(kind="compile", policies=(in_time[0], *lost), seconds=0.0, limit_s=max(1.0, state.left_s))
     if at.is_late:
         return None
     proposal = _proposal(state, compiled=True)
     if proposal is None or proposal.policy.compile not in BEHIND or cannot_compile(state):
         return None
-    seconds = at.compile_s(proposal.policy) + at.typical_s
+    seconds = at.beside_s(proposal.policy) + at.typical_s
     if seconds > state.left_s or proposal.gain < WORTHWHILE * seconds:
         return None
     return Job(kind="compile", policies=(proposal.policy,), seconds=0.0, limit_s=max(1.0, state.left_s))
@@ -200,7 +204,8 @@ def _round(state: State, at: Durations) -> Job | None:
     )
     if chosen is None:
         return None
-    alone = state.block_deviation > NOISY and verdict.confidence != "confirmed"
+    # where time or the host allow little, two that take turns often tell more than many that take one
+    alone = not chosen.fresh or (state.block_deviation > NOISY and verdict.confidence != "confirmed")
     policies = chosen.policies[:2] if alone else chosen.policies
     seconds = at.round_s(policies, chosen.fresh)
     return Job(kind="comparison", policies=policies, seconds=seconds, limit_s=state.left_s, fresh=chosen.fresh)
@@ -264,6 +269,13 @@ def _graphs_in_order(state: State) -> Iterator[Policy]:
     yield from dict.fromkeys(chain(in_space, starts, (one for one in refinements_of(state) if one.compile in BEHIND)))
 
 
+def _is_lost(policy: Policy, state: State) -> bool:
+    """Returns True if a graph that compiles runs what is far behind without one, as its memory format may make it."""
+    eager = [score for one, score in state.scores.items() if one.compile == "off"]
+    own = state.scores.get(replace(policy, compile="off", cuda_graphs=False))
+    return own is not None and LOST * own < max(eager)
+
+
 def _is_in_background(policy: Policy, state: State) -> bool:
     return policy.compile in BEHIND and state.graphs.at_once > 0
 
@@ -294,17 +306,15 @@ def cannot_compile(state: State) -> bool:
 
 
 def _is_broken(policy: Policy, state: State) -> bool:
-    """Returns True if its graphs cannot be made here: the same kind failed before, and no precision is to blame."""
-    if not _records(policy) and policy.compile == "off":
-        return False
-    kind = policy.compile, policy.cuda_graphs
-    alike = [one for one in state.history.trials if (one.policy.compile, one.policy.cuda_graphs) == kind]
-    failed = [one for one in alike if isinstance(one.outcome, Failure) and one.outcome.kind == "unsupported"]
-    return bool(failed) and len(failed) == len(alike)
+    """Returns True if its graphs cannot be made here: all that were compiled or recorded alike were not supported."""
+    trials = state.history.trials
+    alike = [one for one in trials if policy.compile != "off" and one.policy.compile == policy.compile]
+    recorded = [one for one in trials if policy.cuda_graphs and one.policy.cuda_graphs]
+    return any(some and all(map(_is_unsupported, some)) for some in (alike, recorded))
 
 
-def _records(policy: Policy) -> bool:
-    return bool(policy.cuda_graphs) or policy.compile in CUDA_GRAPH_MODES
+def _is_unsupported(trial: Trial) -> bool:
+    return isinstance(trial.outcome, Failure) and trial.outcome.kind == "unsupported"
 
 
 def _broken_recipes(state: State) -> Iterator[Policy]:

@@ -99,13 +99,17 @@ class Performer:
         return state.but(candidates=found)
 
     def _compile(self, job: Job, state: State) -> State:
-        (policy,) = job.policies
+        policy, *lost = job.policies  # the others give it their place
         if not self.study.claim(policy):
             return state
-        graphs = replace(state.graphs, begun={**state.graphs.begun, policy: state.request.budget.spent_s})
+        for one in lost:
+            self.evaluator.stop_compiling(one)
+            self.study.release(one)
+        begun = {one: at_s for one, at_s in state.graphs.begun.items() if one not in lost}
+        graphs = replace(state.graphs, begun={**begun, policy: state.request.budget.spent_s})
         self.observer(Compiling(policy=policy, left_s=state.request.budget.left_s))
         self.evaluator.begin_compiling(policy, job.limit_s)
-        return state.but(graphs=graphs)
+        return state.but(graphs=graphs, cut=state.cut.union(lost))
 
     def _wait(self, job: Job, state: State) -> State:
         return state.but(graphs=self._graphs(state.graphs, job.limit_s))

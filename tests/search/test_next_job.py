@@ -148,3 +148,10 @@ def test_a_model_without_convolutions_has_no_layouts_to_try() -> None:
     state = state_of(of=prepared(convolution_dims=frozenset()))
     assert {one.memory_format for one in state.candidates.starts} == {"contiguous"}
     assert job_after(state).policies == (replace(GRAPHED, memory_format="contiguous"),)
+
+
+def test_a_graph_of_what_is_far_behind_without_one_gives_its_place_to_another() -> None:
+    plain = replace(FAST, memory_format="contiguous")
+    state = state_of({STOCK: 10.0, FAST: 9.0, plain: 4.0, FP16: 6.0}, graphs=Graphs(at_once=1, begun={GRAPHED: 95.0}))
+    job = job_after(state)
+    assert (job.kind, job.policies) == ("compile", (plain.compiled("reduce-overhead"), GRAPHED))

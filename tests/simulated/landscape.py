@@ -391,6 +391,9 @@ class SyntheticEvaluator:
         beside = 1 + self.trouble.beside_another * len(self._ready_at_s)
         self._ready_at_s[policy] = self.clock() + self.trouble.launch_s + self.trouble.compile_s * beside
 
+    def stop_compiling(self, policy: Policy) -> None:
+        self._ready_at_s.pop(policy, None)
+
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         first_s = min(self._ready_at_s.values(), default=self.clock())
         self.clock.advance(min(wait_s, max(0.0, first_s - self.clock())))

@@ -164,6 +164,9 @@ class RecordedEvaluator:
         self.compiled_behind.append(policy)
         self.in_background[policy] = self.clock() + (0.0 if _graph(policy) in on_disk else self.compile_s)
 
+    def stop_compiling(self, policy: Policy) -> None:
+        self.in_background.pop(policy, None)
+
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         first_s = min(self.in_background.values(), default=self.clock())
         self.clock.advance(min(wait_s, max(0.0, first_s - self.clock())))

@@ -149,9 +149,12 @@ def require_size(n: int, batch: Any, expected: Any) -> None:
     """Raises `TargetError` if a loader's first batch is not of the size n that it was called with.
 
     Its samples per second could not be compared with a policy's. `expected` from `batch(n)` tells which axes hold the
-    samples; if none has length n (packed sequences, graphs), any batch will do.
+    samples; if fewer than half of its tensors have an axis of length n (packed sequences, graphs, lists of samples,
+    in which one may have that length by chance), any batch will do.
     """
     whole, there = [axis for axis, length in _lengths(expected).items() if length == n], _lengths(batch)
+    if 2 * len({number for number, _ in whole}) < len(_shapes(expected)):
+        return
     if whole and all(there.get(axis) != n for axis in whole):
         raise TargetError(
             f"loader({n}) begins with a batch of tensors of shape {_shapes(batch)}, none of {n} samples: "
