@@ -13,15 +13,14 @@ from amptune.errors import NothingFeasibleError
 from amptune.hardware.cuda_driver import gpu_count
 from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
-from amptune.measure.results.outcome import Effort, Failure, Outcome
+from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
 from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 from amptune.measure.workers import worker
-from amptune.measure.workers.background_graph import BackgroundGraph
 from amptune.measure.workers.cpu_share import CORES_PER_GRAPH, cores, graphs_at_once
 from amptune.measure.workers.other_programs import OtherPrograms
-from amptune.measure.workers.processes import START_LIMIT_S, WorkerProcess, stop_all, workers_that_fit
+from amptune.measure.workers.processes import START_LIMIT_S, Pending, WorkerProcess, stop_all, workers_that_fit
 from amptune.measure.workers.setting import Setting
 from amptune.measure.workers.source import Source
 from amptune.policy.setting_effects import process_of
@@ -135,14 +134,13 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     artifacts: Path | None = None
     ranks: int = 1
     _workers: dict[Policy | tuple[bool, ...], WorkerProcess] = field(default_factory=dict)
-    _graphs: dict[Policy, BackgroundGraph] = field(default_factory=dict)
+    _graphs: dict[Policy, Pending[Outcome | None]] = field(default_factory=dict)
     _built: list[WorkerProcess] = field(default_factory=list)
     _has_gpu: bool = False
     _room: int = 0
     _batches: int | None = None
     _reference: Reference | Failure | None = None
     _others: OtherPrograms = field(default_factory=OtherPrograms)
-    _lasting: frozenset[str] = frozenset()
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
@@ -186,7 +184,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         process = self._built.pop(0) if self._built else self._new()
         self._workers[policy] = process
         # the first is the likeliest, and the fewer compile, the more cores each has for its kernels
-        self._graphs[policy] = BackgroundGraph(process, policy, len(self._graphs) + 1, limit_s)
+        self._graphs[policy] = process.begin(limit_s, worker.get_ready, policy, len(self._graphs) + 1)
 
     def stop_compiling(self, policy: Policy) -> None:
         if self._graphs.pop(policy, None) is not None:
@@ -194,8 +192,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
 
     def compiled(self, wait_s: float = 0.0) -> Mapping[Policy, float | Failure]:
         if wait_s > 0 and self._graphs:
-            BackgroundGraph.wait_for_one(self._graphs.values(), wait_s)
-        found = {one: result for one, graph in self._graphs.items() if (result := graph.result()) is not None}
+            Pending.wait_for_one(self._graphs.values(), wait_s)
+        found = {one: _seconds(graph.answer()) for one, graph in self._graphs.items() if graph.is_over}
         self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in found}
         return found
 
@@ -270,12 +268,9 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def _measure(self, policy: Policy, effort: Effort) -> Outcome:
         process, effort = self._worker(policy), replace(effort, batches=self._batches)
         beside = self._beside(process)
-        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, beside, self._lasting)
+        reply = process.call(effort.time_limit_s, worker.measure, policy, effort, beside)
         if isinstance(reply, Failure):
             return reply
-        self._lasting = reply.lasting
-        for graph in self._graphs.values():
-            graph.pauses += () if graph.process is process else reply.pauses
         if reply.broken:
             process.stop()
         return reply.outcome
@@ -307,3 +302,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def _new(self) -> WorkerProcess:
         own = Setting(source=self.source, device=self.device, log=self.log, memory_mib=self.memory_mib)
         return WorkerProcess(replace(own, artifacts=self.artifacts, ranks=self.ranks))
+
+
+def _seconds(outcome: Outcome | None) -> float | Failure:
+    """Returns what compiling a graph took, or its failure; 0 if there was nothing to compile."""
+    return outcome.startup_s if isinstance(outcome, Measurement) else outcome or 0.0

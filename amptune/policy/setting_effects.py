@@ -10,7 +10,6 @@ from amptune.policy.knobs.knob import Knob
 from amptune.policy.settings import KNOBS, Policy
 
 __all__ = [
-    "changes_graph",
     "graph_of",
     "memory_of",
     "numerics_of",
@@ -37,7 +36,7 @@ def rounding_of(policy: Policy) -> Policy:
 def memory_of(policy: Policy) -> Policy:
     """Returns the policy with only the settings that its memory depends on, but for the batch's size."""
     as_memory_tells = {knob.name: knob.in_memory(policy) for knob in KNOBS if knob.in_memory is not None}
-    return replace(_with(policy, lambda knob: knob.memory != "none"), **as_memory_tells)
+    return replace(_with(policy, lambda knob: knob.memory), **as_memory_tells)
 
 
 def ordered_as(recipe: Policy, policy: Policy) -> Policy:
@@ -49,11 +48,6 @@ def ordered_as(recipe: Policy, policy: Policy) -> Policy:
 def graph_of(policy: Policy) -> Policy:
     """Returns the policy with only the settings that torch.compile's graph depends on: equal ones share the cache."""
     return _with(policy, lambda knob: knob.graph)
-
-
-def changes_graph(name: str) -> bool:
-    """Returns whether torch.compile makes another graph if what a search calls by this name is changed."""
-    return all(knob.graph for knob in KNOBS if knob.name == name)
 
 
 @cache

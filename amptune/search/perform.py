@@ -95,18 +95,19 @@ class Performer:
         found = candidates_of(state)
         if found == state.candidates:
             return state
-        fits = (lambda _: True) if state.sizes is None else state.sizes.fits
-        self.study.adopt(found.space, found.policy_of, fits)
+        self.study.adopt(found.space, found.policy_of)
         return state.but(candidates=found)
 
     def _compile(self, job: Job, state: State) -> State:
         policy, *lost = job.policies  # the others give it their place
+        if not self.study.claim(policy):
+            return state
         for one in lost:
             self.evaluator.stop_compiling(one)
+            self.study.release(one)
         begun = {one: at_s for one, at_s in state.graphs.begun.items() if one not in lost}
         graphs = replace(state.graphs, begun={**begun, policy: state.request.budget.spent_s})
         self.observer(Compiling(policy=policy, left_s=state.request.budget.left_s))
-        self.study.note_compiling(graphs.begun)
         self.evaluator.begin_compiling(policy, job.limit_s)
         return state.but(graphs=graphs, cut=state.cut.union(lost))
 
@@ -120,7 +121,7 @@ class Performer:
         in its trial. A policy that another worker has claimed meanwhile gives nothing.
         """
         if not job.policies:
-            proposed = self.study.suggested(state.cut | state.elsewhere | state.graphs.known, {})
+            proposed = self.study.suggested(state.cut | state.elsewhere | state.graphs.known)
             if proposed is None:
                 return state.but(free_sampler=False)
             job = replace(job, policies=(proposed,))

@@ -29,12 +29,9 @@ def performer_of(
         candidates.study_name,
         candidates.space,
         candidates.policy_of,
-        seed=request.seed,
-        stored=candidates.stored,
         objective=request.objective,
         baseline=candidates.baseline,
         sampler=request.sampler,
-        left_s=lambda: request.budget.left_s,
     )
     study.begin(_record(request, prepared, candidates))
     study.reconsider(candidates.baseline)

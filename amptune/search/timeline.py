@@ -99,8 +99,7 @@ def state_at(last: State, entry: Mapping[str, Any]) -> State:
     candidates = candidates_of(state)
     if candidates == state.candidates:
         return state
-    fits = (lambda _: True) if state.sizes is None else state.sizes.fits
-    catalog = Catalog(candidates.space, candidates.policy_of, fits)
+    catalog = Catalog(candidates.space, candidates.policy_of)
     return state.but(candidates=candidates, history=replace(state.history, catalog=catalog))
 
 

@@ -24,7 +24,7 @@ from amptune.measure.modules import inspection
 from amptune.measure.modules.inspection import inspect_model
 from amptune.measure.numerics.parity import judge
 from amptune.measure.numerics.reference import make_reference
-from amptune.policy.setting_effects import changes_graph, numerics_of, rounding_of
+from amptune.policy.setting_effects import graph_of, numerics_of, rounding_of
 from amptune.runtime import float8
 from amptune.search.gate.judgement import judged
 from amptune.search.table.ablation import variants_of
@@ -75,7 +75,7 @@ def off(some: torch.Tensor, others: torch.Tensor) -> float:
 
 def test_it_rounds_otherwise_and_makes_another_graph() -> None:
     assert rounding_of(MLPS) == numerics_of(MLPS) == MLPS
-    assert changes_graph("float8_modules")
+    assert graph_of(MLPS) != graph_of(Policy())
     assert [one.policy for one in variants_of(MLPS)] == [Policy(), BF16]
 
 

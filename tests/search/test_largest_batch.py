@@ -16,8 +16,7 @@ from measurements import took
 
 from amptune.measure.results.outcome import Failure, FailureKind, Measurement, Outcome
 from amptune.search.batch_size.batch_sizes import MOST_TIMES_OWN, rounded_sizes
-from amptune.search.batch_size.largest_batch import LargestBatch, find_largest
-from amptune.search.batch_size.next_size import Question
+from amptune.search.batch_size.largest_batch import LargestBatch, Question, find_largest
 
 LIMIT_MIB = 140_000.0
 sizes_around = cache(rounded_sizes)
@@ -39,7 +38,6 @@ class Device:
     own: int
     each_mib: float
     fixed_mib: float = 0.0
-    weights_mib: float = 100.0
     gives_mib: float = 0.0
     fragments: float = 0.0
     caches: float = 0.0
@@ -84,7 +82,6 @@ def devices(draw: st.DrawFn, shares: Sequence[tuple[float, float]] = ((0.02, 0.3
         own=own,
         each_mib=LIMIT_MIB * share / own,
         fixed_mib=weights * draw(st.floats(2, 5)),
-        weights_mib=weights,
     )
 
 
@@ -94,12 +91,15 @@ def found_with(
     sizes: Sequence[int] | None = None,
     *,
     limit_mib: float = LIMIT_MIB,
-    weights_mib: float | None = None,
     **more: Any,
 ) -> LargestBatch:
     sizes = sizes_around(own) if sizes is None else sizes
-    question = Question(sizes=sizes, ends="they end", own=own, limit_mib=limit_mib, weights_mib=weights_mib)
+    question = Question(sizes=sizes, ends="they end", own=own, limit_mib=limit_mib)
     return find_largest(run, question, **more)
+
+
+def ooms(found: LargestBatch) -> int:
+    return sum(probe.failure == "oom" for probe in found.probes)
 
 
 SMALL, USUAL, FULL, TOO_LARGE = (0.0003, 0.002), (0.02, 0.3), (0.75, 0.9), (1.0, 12.0)
@@ -111,22 +111,21 @@ RELEASES = {"gives_mib": 0.4 * LIMIT_MIB}
 @given(
     device=devices([SMALL, USUAL, FULL, TOO_LARGE]),
     trouble=st.sampled_from([{}, FRAGMENTS, RELEASES]),
-    is_weighed=st.booleans(),
     times=st.sampled_from([None, 24, 210]),
 )
 def test_few_runs_find_a_size_that_ran_with_two_out_of_memory_at_most(
-    device: Device, trouble: dict[str, Any], is_weighed: bool, times: int | None
+    device: Device, trouble: dict[str, Any], times: int | None
 ) -> None:
     """Of all sizes, or of the divisors of a global batch; no size runs twice."""
     device = replace(device, ran=set(), **trouble)
     sizes = [n for n in range(1, times * device.own + 1) if times * device.own % n == 0] if times else None
-    found = found_with(device, device.own, sizes, weights_mib=device.weights_mib if is_weighed else None)
+    found = found_with(device, device.own, sizes)
     tried = [probe.batch_size for probe in found.probes]
     assert len(set(tried)) == len(tried) <= 6
     assert set(tried) <= set(sizes or sizes_around(device.own))
-    assert found.ooms <= 2
+    assert ooms(found) <= 2
     assert found.batch_size == max((n for n in device.ran), default=None)
-    assert found.batch_size is not None or device.largest < 2 or found.ooms
+    assert found.batch_size is not None or device.largest < 2 or ooms(found)
 
 
 @settings(deadline=None)
@@ -134,34 +133,34 @@ def test_few_runs_find_a_size_that_ran_with_two_out_of_memory_at_most(
 def test_the_answer_is_within_5_percent_of_the_largest_that_runs(device: Device, trouble: dict[str, Any]) -> None:
     device = replace(device, ran=set(), **trouble)
     assume(device.fits(device.own) and device.largest >= 64)
-    found = found_with(device, device.own, weights_mib=device.weights_mib)
+    found = found_with(device, device.own)
     assert (found.batch_size or 0) >= 0.95 * min(device.largest, MOST_TIMES_OWN * device.own)
-    assert trouble or found.ooms == 0
+    assert trouble or ooms(found) == 0
 
 
 # In bf16 on an H200, limited by the allocator: allocated memory is on a line within 1 %, and the loss to fragmentation
 # follows from the largest batch that ran.
 REAL = {
     "bert_base": (50, Device(
-        own=16, limit_mib=20 * 1024.0, fixed_mib=1527, each_mib=327.5, weights_mib=419.6, fragments=0.15, caches=0.075,
+        own=16, limit_mib=20 * 1024.0, fixed_mib=1527, each_mib=327.5, fragments=0.15, caches=0.075,
     )),
     "resnet50": (158, Device(
-        own=128, limit_mib=7 * 1024.0, fixed_mib=290, each_mib=43.4, weights_mib=97.7, gives_mib=105, caches=0.2,
+        own=128, limit_mib=7 * 1024.0, fixed_mib=290, each_mib=43.4, gives_mib=105, caches=0.2,
     )),
     "deeplabv3plus": (27, Device(
-        own=4, limit_mib=24 * 1024.0, fixed_mib=620, each_mib=824, weights_mib=101.9, fragments=0.043, caches=0.023,
+        own=4, limit_mib=24 * 1024.0, fixed_mib=620, each_mib=824, fragments=0.043, caches=0.023,
     )),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_on_recorded_models_the_answer_is_within_5_percent_with_one_out_of_memory_at_most(name: str) -> None:
+def test_on_recorded_models_the_answer_is_within_5_percent_with_two_out_of_memory_at_most(name: str) -> None:
     largest, device = REAL[name]
     device = replace(device, ran=set())
     assert device.largest == largest
-    found = found_with(device, device.own, limit_mib=device.limit_mib, weights_mib=device.weights_mib)
+    found = found_with(device, device.own, limit_mib=device.limit_mib)
     assert (found.batch_size or 0) >= 0.95 * largest
-    assert found.ooms <= 1
+    assert ooms(found) <= 2
 
 
 def test_small_batches_whose_peak_is_in_the_optimizer_step_mislead_little() -> None:
@@ -174,23 +173,17 @@ def test_small_batches_whose_peak_is_in_the_optimizer_step_mislead_little() -> N
                 mib = max(flat_mib, 3000 + each_mib * n)
                 return measurement(mib, mib) if mib <= LIMIT_MIB else OOM
 
-            found = found_with(run, 32, weights_mib=2000.0)
+            found = found_with(run, 32)
             shares.append((found.batch_size or 0) * each_mib / (LIMIT_MIB - 3000))
     assert sum(shares) / len(shares) >= 0.75
-
-
-def test_workspaces_beyond_what_weights_explain_are_expected_to_give_way() -> None:
-    device = Device(own=16, fixed_mib=1000, each_mib=60.0, weights_mib=300.0, gives_mib=0.45 * LIMIT_MIB)
-    found = found_with(device, 16, weights_mib=device.weights_mib)
-    assert (found.batch_size or 0) >= 0.95 * device.largest
-    assert found.ooms <= 1
 
 
 def test_a_peak_of_memory_that_was_short_predicts_nothing() -> None:
     """Its peak is the limit, and a line through it would say that no more fits."""
     pressed = Device(own=128, fixed_mib=1000, each_mib=700.0, caches=0.6, limit_mib=LIMIT_MIB)
-    found = found_with(pressed, 128, weights_mib=300.0)
-    assert found.probes[0].was_pressed
+    found = found_with(pressed, 128)
+    assert isinstance(found.probes[0].outcome, Measurement)
+    assert found.probes[0].outcome.alloc_retries
     assert (found.batch_size or 0) > 1.3 * 128
 
 
@@ -223,14 +216,11 @@ def test_sizes_that_fail_for_another_reason_are_gone_below_and_the_answer_is_wha
         assert 60 <= found.batch_size <= 100
 
 
-@pytest.mark.parametrize(
-    ("own", "because"), [(128, "a batch of 8 does not fit, and none below was tried"), (1, "even a batch of 1 does")]
-)
+@pytest.mark.parametrize(("own", "because"), [(128, "8 did not fit"), (1, "1 did not fit")])
 def test_where_nothing_fits_there_is_no_answer(own: int, because: str) -> None:
     found = found_with(lambda _: OOM, own)
     assert found.batch_size is None
     assert found.because.startswith(because)
-    assert found.smallest_too_large == found.probes[-1].batch_size
     assert str(found).startswith("no batch size is known to fit into 140000 MiB: ")
 
 
@@ -240,9 +230,8 @@ def test_a_run_that_took_more_than_the_limit_is_no_answer_where_nothing_enforces
     found = found_with(unlimited, 512, limit_mib=4000.0)
     assert found.batch_size is not None
     assert 0.95 * 350 <= found.batch_size <= 350
-    assert found.ooms == 0
+    assert ooms(found) == 0
     assert found.peak_mib <= 4000
-    assert found.smallest_too_large == min(n for n in unlimited.ran if n > 350)
 
 
 def test_no_probe_is_begun_that_there_is_no_time_for() -> None:

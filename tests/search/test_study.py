@@ -46,7 +46,7 @@ def candidates(**pins: str) -> Candidates:
 def opened(where: Path | str, run: str = "0", known: Candidates | None = None, **more: Any) -> Study:
     """A worker of the study."""
     known = known or candidates()
-    study = open_study(where, "study", known.space, known.policy_of, seed=0, baseline=STOCK, **more)
+    study = open_study(where, "study", known.space, known.policy_of, baseline=STOCK, **more)
     study.begin(replace(TUNING, run=run))
     return study
 
@@ -65,7 +65,7 @@ POLICIES = tuple(dict.fromkeys(TRIED.policy_of(point) for point in points(TRIED.
 
 
 class Workers(RuleBasedStateMachine):
-    """Workers of one study, who claim, compile, tell, give back and die."""
+    """Workers of one study, who claim, tell, give back and die."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,6 @@ class Workers(RuleBasedStateMachine):
         self.clock, self.runs = SimulatedClock(), 0
         self.told: list[Policy] = []
         self.held: list[set[Policy]] = [set(), set()]
-        self.compiled: list[set[Policy]] = [set(), set()]
         self.studies = [self.joined(), self.joined()]
 
     def joined(self) -> Study:
@@ -96,14 +95,9 @@ class Workers(RuleBasedStateMachine):
             assert is_mine, "every worker measures the baseline"
         elif policy in self.held[other]:
             assert not is_mine
-        elif policy not in self.compiled[other]:
+        else:
             assert is_mine
         self.held[worker] |= {policy} if is_mine else set()
-
-    @rule(worker=st.integers(0, 1), policies=st.sets(st.sampled_from(POLICIES[1:])))
-    def compiles(self, worker: int, policies: set[Policy]) -> None:
-        self.studies[worker].note_compiling(policies)
-        self.compiled[worker] = policies
 
     @rule(worker=st.integers(0, 1), fails=st.booleans())
     def tells(self, worker: int, fails: bool) -> None:
@@ -133,13 +127,8 @@ class Workers(RuleBasedStateMachine):
         assert self.studies[worker].elsewhere == alive
         self.clock.advance(2.0)
         assert other.elsewhere == frozenset()
-        assert self.studies[worker].elsewhere == (self.held[1 - worker] | self.compiled[1 - worker]) - {STOCK}
-        self.held[worker], self.compiled[worker] = set(), set()
-
-    @invariant()
-    def a_graph_that_both_compile_belongs_to_one(self) -> None:
-        for policy in (self.compiled[0] & self.compiled[1]) - self.held[0] - self.held[1]:
-            assert [policy in study.elsewhere for study in self.studies].count(True) == 1
+        assert self.studies[worker].elsewhere == self.held[1 - worker] - {STOCK}
+        self.held[worker] = set()
 
     @invariant()
     def what_was_told_is_all_that_is_stored(self) -> None:
@@ -172,7 +161,6 @@ def test_every_worker_measures_the_baseline(tmp_path: Path) -> None:
     study, other = opened(tmp_path, "1"), opened(tmp_path, "2")
     assert study.claim(STOCK)
     assert other.claim(STOCK)
-    study.note_compiling([STOCK])
     assert other.elsewhere == frozenset()
 
 
@@ -223,7 +211,7 @@ def test_a_trial_without_the_figure_of_the_objective_is_a_row(tmp_path: Path) ->
     study = opened(tmp_path, "2", objective=Objective("energy"))
     assert [trial.policy for trial in study.trials] == [BF16]
     assert [row.policy for row in study.rows] == [STOCK]
-    assert {row.policy for row in study.table} == {STOCK, BF16}
+    assert {one.policy for one in (*study.trials, *study.rows)} == {STOCK, BF16}
 
 
 def test_other_workers_rows_are_read_once_and_own_ones_are_not_read_back(tmp_path: Path) -> None:
@@ -299,8 +287,8 @@ def test_the_policies_of_another_space_are_adopted_and_trials_stay(tmp_path: Pat
     known, study = candidates(), opened(tmp_path)
     study.tell(trial_of(STOCK, study))
     space = with_choices(known.space, "batch_size", (32, 64), 32)
-    study.adopt(space, known.policy_of, lambda policy: policy.batch_size != 64)
-    assert {policy.batch_size for policy in study.history.catalog.policies} == {32}
+    study.adopt(space, known.policy_of)
+    assert {policy.batch_size for policy in study.history.catalog.policies} == {32, 64}
     assert STOCK in study.history.latest
     (larger, *_) = study.history.catalog.policies
     study.tell(trial_of(larger, study, took(1.0)))

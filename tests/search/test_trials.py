@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import optuna
 import pytest
 from simulated.recorded import RecordedEvaluator
 from test_pipeline import request_in
@@ -14,8 +15,10 @@ from test_pipeline import request_in
 from amptune.measure.results.outcome import Failure
 from amptune.policy.settings import Policy
 from amptune.search.decide.decision import Decision
-from amptune.search.events import Event, TrialEnded
+from amptune.search.events import Event, Observer, SearchStarted, TrialEnded
 from amptune.search.pipeline import tune_with
+from amptune.search.sampler import backend
+from amptune.search.sampler.claims import Claims
 
 NO_COMPILER = Failure(kind="unsupported", message="no working C++ compiler found")
 
@@ -45,11 +48,34 @@ def waiting_for_the_host(policy: Policy) -> float:
     return eager + late if policy.compile == "off" else graph - late
 
 
-def searched(evaluator: Behind, folder: Path) -> tuple[Decision, list[Event]]:
+def searched(evaluator: Behind, folder: Path, observer: Observer = lambda _: None) -> tuple[Decision, list[Event]]:
     evaluator.compile_s, evaluator.true_ms = 30.0, waiting_for_the_host
     request = request_in(folder, evaluator.clock, trials=None)
     events: list[Event] = []
-    return tune_with(evaluator, replace(request, budget=replace(request.budget, seconds=180)), events.append), events
+
+    def observe(event: Event) -> None:
+        events.append(event)
+        observer(event)
+
+    return tune_with(evaluator, replace(request, budget=replace(request.budget, seconds=180)), observe), events
+
+
+def test_a_graph_that_another_worker_has_claimed_is_not_compiled(tmp_path: Path) -> None:
+    alone, beside = (Behind("resnet50", noise=0.002, graphs_at_once=4) for _ in range(2))
+    searched(alone, tmp_path / "alone")
+    likeliest = next(iter(alone.compiled_behind))
+    others: list[Claims] = []
+
+    def claim(event: Event) -> None:
+        if isinstance(event, SearchStarted):
+            storage = backend.opened(tmp_path / "beside")
+            (name,) = (study.study_name for study in storage.get_all_studies())
+            others.append(Claims(optuna.load_study(study_name=name, storage=storage)))
+            assert others[0].take(likeliest)
+
+    searched(beside, tmp_path / "beside", claim)
+    assert beside.compiled_behind
+    assert likeliest not in beside.compiled_behind
 
 
 @pytest.mark.parametrize(("peak_mib", "most"), [(5_000.0, 4), (30_000.0, 2)])

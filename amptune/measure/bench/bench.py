@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,6 @@ import torch
 
 from amptune.changes.tensor_tree import moved_to
 from amptune.hardware.nvml import NvmlGpu
-from amptune.measure.bench.broken_batches import broken_in_words
 from amptune.measure.bench.built_model import built
 from amptune.measure.bench.clocks import clock_for
 from amptune.measure.bench.compilation import Compilations
@@ -122,7 +122,7 @@ class Bench:
             self.release()
 
     def _broken_batches(self, effort: Effort) -> str:
-        """Returns in words which batches of `sequence` break stock PyTorch's loss by themselves; "" if that is none."""
+        """Returns in words which batches of `sequence` break stock PyTorch's loss by themselves; "" if all or none."""
         batches, given = self._on_device(self.workload.batch_size, effort.batches), list[Any]()
         with self.on_device(STOCK, iter(given.pop, None)) as (_, stepper):
 
@@ -132,9 +132,13 @@ class Bench:
                 return float(stepper())
 
             try:
-                return broken_in_words(batches, loss_of)
+                broken = [number for number, batch in enumerate(batches, 1) if not math.isfinite(loss_of(batch))]
             except Exception:  # noqa: BLE001  # that training broke is known already
                 return ""
+        if not broken or len(broken) == len(batches):
+            return ""
+        named = f"{len(broken)} of {len(batches)} batches, the first of them number {broken[0]}"
+        return f"{named}, have a loss that is not finite before anything was trained"
 
     def _get_none(self, policy: Policy) -> bool:
         """Returns True if a step leaves parameters without gradients, which a group of ranks would wait for."""
@@ -218,15 +222,6 @@ class Bench:
                 yield tuned, stepper
             finally:
                 self._tuned = None
-
-    @property
-    def lasting(self) -> frozenset[str]:
-        """The codes of disturbances that are always there: they are the machine as it is."""
-        return self._timer.steps.lasting
-
-    @lasting.setter
-    def lasting(self, codes: frozenset[str]) -> None:
-        self._timer.steps.lasting = codes
 
     def peak_mib(self) -> tuple[float, float]:
         """Returns the peak of memory since the model came to its device: (allocated, reserved)."""

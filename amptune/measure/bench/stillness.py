@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import psutil
 
-__all__ = ["Pause", "ProcessIdentity", "Stillness", "StoppedTrees", "start_of", "this_process"]
+__all__ = ["ProcessIdentity", "Stillness", "StoppedTrees", "start_of", "this_process"]
 
 T = TypeVar("T")
 
@@ -45,20 +45,8 @@ class ProcessIdentity:
         return (process := _found(self)) is not None and _of(process.status) not in (*_ENDED, None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
-    """A time in which processes stood still, in seconds of `time.monotonic`, which all processes of a machine share."""
-
-    from_s: float
-    until_s: float
-
-    def within(self, from_s: float, until_s: float) -> float:
-        """Returns how many seconds of the pause lie between two moments."""
-        return max(0.0, min(self.until_s, until_s) - max(self.from_s, from_s))
-
-
 class Stillness:
-    """The pauses of processes that compile `beside` a trial, one for each block of steps; `pauses` lists the past ones.
+    """The pauses of processes that compile `beside` a trial, one for each block of steps.
 
     Without such processes a pause does nothing. If they `go_on`, it only tells that they did.
     """
@@ -66,7 +54,6 @@ class Stillness:
     def __init__(self, beside: Sequence[ProcessIdentity] = (), *, go_on: bool = False) -> None:
         self._beside = beside
         self._go_on = go_on
-        self.pauses: list[Pause] = []
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[StoppedTrees]:
@@ -76,16 +63,13 @@ class Stillness:
         `LIMIT_S`, also if this process is killed.
         """
         trees = StoppedTrees(self._beside)
-        from_s = time.monotonic()
         try:
             with _at_compilation(trees.release):
                 if not self._go_on:
                     trees.stop()
                 yield trees
         finally:
-            until_s = trees.release()
-            if trees.has_stopped:
-                self.pauses.append(Pause(from_s=from_s, until_s=min(until_s, from_s + LIMIT_S)))
+            trees.release()
 
 
 class StoppedTrees:
@@ -95,7 +79,7 @@ class StoppedTrees:
         self._roots = roots
         self._stopped: list[psutil.Process] = []
         self._watchdogs: list[subprocess.Popen[bytes]] = []
-        self._released_s: float | None = None
+        self._is_released = False
 
     @property
     def has_stopped(self) -> bool:
@@ -105,7 +89,7 @@ class StoppedTrees:
     @property
     def is_quiet(self) -> bool:
         """True if all have stood still until now."""
-        return self._released_s is None and not any(map(_runs, self._trees()))
+        return not self._is_released and not any(map(_runs, self._trees()))
 
     def stop(self) -> None:
         """Stops parents before their children, and lists anew until nothing was born meanwhile.
@@ -127,15 +111,14 @@ class StoppedTrees:
             while any(map(_runs, new)) and time.monotonic() < settled_s:
                 time.sleep(SETTLE_S / 100)
 
-    def release(self) -> float:
-        """Lets all go on, at the first call; returns the moment when they did."""
-        if self._released_s is None:
-            self._released_s = time.monotonic()
+    def release(self) -> None:
+        """Lets all go on; a second call does nothing."""
+        if not self._is_released:
+            self._is_released = True
             for process in self._stopped:
                 _of(process.resume)
             for watchdog in self._watchdogs:
                 _end(watchdog)
-        return self._released_s
 
     def _unseen(self) -> list[psutil.Process]:
         return [process for process in self._trees() if process not in self._stopped]

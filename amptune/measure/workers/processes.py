@@ -5,7 +5,6 @@ The pool is pebble's: it enforces time limits from outside, notices a dead proce
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import signal
@@ -148,23 +147,24 @@ class Pending(Generic[T]):
     """The answer of a worker to one task, which may not have come yet."""
 
     def __init__(self, process: WorkerProcess, future: Future[T], limit_s: float | None) -> None:
-        self._process, self._future, self._limit_s = process, future, limit_s
+        self.process, self._future, self._limit_s = process, future, limit_s
         self._kills_before = kernel_oom_kills()
-        self._asked_s, self.came_s = time.monotonic(), math.inf
-        """The moments when the task was given, and when the answer came: monotonic."""
-        future.add_done_callback(self._came)
+        self._asked_s = time.monotonic()
 
     @property
-    def has_come(self) -> bool:
-        return self._future.done()
+    def is_over(self) -> bool:
+        """True if the answer has come, or its limit is over."""
+        return self._future.done() or self._left_s == 0.0
 
     def answer(self) -> T | Failure:
         """Waits for the answer; returns it, or a failure as `WorkerProcess.call` does."""
-        process = self._process
+        process = self.process
         try:
-            return self._future.result(timeout=self._left_s())
+            return self._future.result(timeout=self._left_s)
         except FutureTimeoutError:
-            return self.give_up(self._limit_s or 0.0)
+            process.stop()
+            what = f"no answer within {self._limit_s or 0.0:.0f} s: {process.activity}; the worker was replaced"
+            return Failure(kind="timeout", message=f"{what}, its output is in {process.log}")
         except BrokenProcessPool as broken:
             process.stop()
             raise process.cannot_start(broken) from broken
@@ -172,13 +172,14 @@ class Pending(Generic[T]):
             code, one = expired.exitcode, process.identity
             if (
                 one is not None and one.runs
-            ):  # pebble takes it for ended as the process that it was forked from was killed
+            ):  # the process that it was forked from was killed: pebble takes it for ended
                 code = -signal.SIGKILL
                 with suppress(OSError):
                     os.kill(one.pid, signal.SIGKILL)
             process.stop()
             return death_of("worker", code, process.log, self._kills_before)
 
+    @property
     def _left_s(self) -> float | None:
         """Returns what is left of the limit, the start of the process and what it did before included.
 
@@ -186,20 +187,13 @@ class Pending(Generic[T]):
         """
         return None if self._limit_s is None else max(0.0, self._asked_s + self._limit_s - time.monotonic())
 
-    def give_up(self, limit_s: float) -> Failure:
-        """Ends the process, and returns the failure of a task that took longer than `limit_s`."""
-        process = self._process
-        process.stop()
-        what = f"no answer within {limit_s:.0f} s: {process.activity}; the worker was replaced"
-        return Failure(kind="timeout", message=f"{what}, its output is in {process.log}")
-
-    def _came(self, _: Future[T]) -> None:
-        self.came_s = time.monotonic()
-
     @staticmethod
     def wait_for_one(pending: Iterable[Pending[T]], limit_s: float) -> None:
-        """Waits until one of the answers has come, or for `limit_s` seconds."""
-        wait([one._future for one in pending], timeout=limit_s, return_when=FIRST_COMPLETED)
+        """Waits until one of the answers has come or is past its limit, or for `limit_s` seconds."""
+        several = list(pending)
+        left_s = (one._left_s for one in several)
+        wait_s = min([limit_s, *(one_s for one_s in left_s if one_s is not None)])
+        wait([one._future for one in several], timeout=wait_s, return_when=FIRST_COMPLETED)
 
 
 class WorkerProcess:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, TypeVar
 
-from amptune.measure.bench.stillness import Pause, ProcessIdentity, Stillness
+from amptune.measure.bench.stillness import ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.measure.workers.cpu_share import rarely_collecting_garbage, share_compilers, sharing_threads
@@ -54,16 +54,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An outcome, and whether its process is unusable from now on (a sticky CUDA error, or a group with a failed rank).
-
-    In the `pauses`, the processes that compiled beside the trial stood still. `lasting` are the codes of disturbances
-    that are always there.
-    """
+    """An outcome; `broken` if its process is unusable from now on: a sticky CUDA error, a group with a failed rank."""
 
     outcome: Outcome
     broken: bool = False
-    pauses: tuple[Pause, ...] = ()
-    lasting: frozenset[str] = frozenset()
 
 
 # Just enough steps to compile a policy's graphs.
@@ -201,13 +195,10 @@ def import_compiler() -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
 
-def measure(
-    policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = (), lasting: frozenset[str] = frozenset()
-) -> Reply:
+def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = ()) -> Reply:
     """Runs one trial. The processes that compile `beside` it stop while a block of steps is timed, unless it says no.
 
-    No block is repeated for disturbances that another worker has found `lasting`. A bench that cannot be built, or be
-    restored after a CUDA error, also gives a failure.
+    A bench that cannot be built, or be restored after a CUDA error, also gives a failure.
     """
     from amptune.measure.bench.failures import cuda_is_broken, failure_of
     from amptune.measure.loop.own_loop import measure_in_loop
@@ -216,7 +207,6 @@ def measure(
     stillness = Stillness(beside, go_on=effort.beside_compiling)
     try:
         bench = _bench()
-        bench.lasting |= lasting
         if effort.in_loop:
             outcome = measure_in_loop(bench, policy, effort, stillness)
         else:
@@ -224,10 +214,9 @@ def measure(
         keep_artifacts(policy, outcome, bench.device, _State.setting.artifacts)
     except Exception as error:  # noqa: BLE001  # whatever it was, it costs this worker and this trial
         traceback.print_exc()  # into the log
-        return Reply(outcome=failure_of(error), broken=True, pauses=tuple(stillness.pauses), lasting=lasting)
+        return Reply(outcome=failure_of(error), broken=True)
     is_lost = _State.followers is not None and isinstance(outcome, Failure)
-    is_broken, pauses = is_lost or cuda_is_broken(), tuple(stillness.pauses)
-    return Reply(outcome=outcome, broken=is_broken, pauses=pauses, lasting=bench.lasting)
+    return Reply(outcome=outcome, broken=is_lost or cuda_is_broken())
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:

@@ -23,7 +23,7 @@ BATCH_SIZE = Knob(
     is_count=True,
     conflict=lambda policy: policy.batch_size < 1 and f"batch_size: {policy.batch_size} is not at least 1",
     numerics="none",
-    memory="none",
+    memory=False,
     is_own_choice=False,
     told=_told,
 )
@@ -33,7 +33,7 @@ ACCUMULATE = Knob(
     is_count=True,
     conflict=lambda policy: policy.accumulate < 1 and f"accumulate: {policy.accumulate} is not at least 1",
     numerics="none",
-    memory="none",
+    memory=False,
     graph=False,
     is_own_choice=False,
     told=lambda _: (),  # the batch size's sentence says it

@@ -23,7 +23,6 @@ CUDNN_BENCHMARK = Knob(
     # cuDNN may choose other algorithms in each run, so that judging those of one says nothing of the next.
     numerics="none",
     # DeepLabV3+ took 72.6 GB with it in TF32 (an H200).
-    memory="workspaces",
     # PyTorch caches cuDNN's execution plans by shape, dtype and layout but not by `cudnn.benchmark`
     # (aten/src/ATen/native/cudnn/Conv_v8.cpp), and torch.compile ignores it.
     graph=False,

@@ -25,7 +25,6 @@ FP32_MATH = Knob(
     is_global=True,
     matters=lambda value, subject: value == "stock" or subject.castable,
     # Where products run in FP32: DeepLabV3+ took 39.5 GB with IEEE math where TF32 takes 6.6 (an H200).
-    memory="workspaces",
     in_memory=lambda policy: "ieee" if policy.precision == "off" and policy.fp32_math == "ieee" else "stock",
     apply=_apply,
     words="{} for FP32",

@@ -36,7 +36,6 @@ MASTER_WEIGHTS = Knob(
         policy.weights != "half"
         and f"master_weights: only half weights have FP32 masters, and weights is {policy.weights}"
     ),
-    memory="rest",
     precision="whole",
     is_own_choice=False,  # the numerics may need it, and a short measurement cannot tell
     is_optional=True,
@@ -54,7 +53,7 @@ KEEP_BATCHNORM_FP32 = Knob(
         policy.weights != "half"
         and f"keep_batchnorm_fp32: BatchNorm is in FP32 already where weights is {policy.weights}"
     ),
-    memory="none",
+    memory=False,
     precision="whole",
     is_own_choice=False,
     is_optional=True,

@@ -72,7 +72,7 @@ LOSS_SCALE = Knob(
         and policy.weights != "half"
         and f"loss_scale: only autocast fp16 scales the loss, and autocast is {policy.autocast}"
     ),
-    memory="none",
+    memory=False,
     graph=False,
     precision="part",
     told=_told,

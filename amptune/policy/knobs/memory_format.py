@@ -49,7 +49,6 @@ MEMORY_FORMAT = Knob(
     values=get_args(MemoryFormat),
     is_always_written=True,
     numerics="order",
-    memory="rest",
     matters=lambda value, subject: value == "contiguous" or _DIMENSIONS[value] in subject.convolution_dims,
     apply=_apply,
     idle=_idle,

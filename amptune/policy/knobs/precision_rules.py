@@ -110,7 +110,7 @@ def _explained(rule: Fp32Rule) -> str:
 FP32_MODULES = Knob(
     name="fp32_modules",
     stock=(),
-    memory="none",
+    memory=False,
     precision="part",
     matters=lambda value, subject: bool(subject.leaves) or not value,
     idle=lambda policy, _: _idle("fp32_modules", policy),
@@ -120,7 +120,7 @@ FP32_MODULES = Knob(
 HALF_MODULES = Knob(
     name="half_modules",
     stock=(),
-    memory="none",
+    memory=False,
     precision="part",
     idle=lambda policy, _: _idle("half_modules", policy),
     words="half: {}",

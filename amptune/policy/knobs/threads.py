@@ -49,7 +49,6 @@ THREADS = Knob(
     conflict=lambda policy: policy.threads < 0 and f"threads: {policy.threads} is not at least 0",
     # Each thread sums its own part.
     numerics="order",
-    memory="rest",
     # The number is compiled into the loops of torch.compile's C++ backend (torch/_inductor/codegen/cpp.py).
     matters=lambda value, subject: value < subject.threads,
     apply=_apply,

@@ -10,10 +10,8 @@ from typing import Protocol
 from amptune.measure.results.outcome import Effort, Outcome
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
-from amptune.policy.setting_effects import memory_of
 from amptune.policy.settings import Policy
-from amptune.search.batch_size.largest_batch import LargestBatch, find_largest
-from amptune.search.batch_size.next_size import GOOD, Question
+from amptune.search.batch_size.largest_batch import GOOD, LargestBatch, Question, find_largest
 from amptune.search.space.global_batch import GlobalBatch, accumulated
 
 __all__ = ["NO_SIZES", "BatchSizes", "Runner", "batch_sizes_for", "rounded_sizes"]
@@ -42,17 +40,6 @@ class BatchSizes:
 
     sizes: tuple[int, ...]
     largest: tuple[Policy, LargestBatch] | None = None
-
-    def fits(self, policy: Policy) -> bool:
-        """Returns False if a run of the policy's batch size, or of a smaller one, was too large for the memory.
-
-        That run needed the same memory for a sample. Policies that need another amount are not predicted.
-        """
-        if self.largest is None or policy.batch_size is None:
-            return True
-        tried, found = self.largest
-        failed = found.smallest_too_large
-        return failed is None or policy.batch_size < failed or memory_of(policy) != memory_of(tried)
 
     @property
     def findings(self) -> Iterator[Finding]:
@@ -85,10 +72,9 @@ def batch_sizes_for(
         limit_s = min(PROBE.time_limit_s, max(1.0, left_s()))
         return runner.measure_alone(probed, replace(PROBE, time_limit_s=limit_s))
 
-    own, on_gpu = prepared.subject.batch_size, prepared.hardware.device != "cpu"
+    own = prepared.subject.batch_size
     sizes, ends = _allowed(prepared, whole)
-    weights_mib = 4 * prepared.subject.parameters / 2**20 if on_gpu else None
-    question = Question(sizes=sizes, ends=ends, own=own, limit_mib=prepared.memory_mib, weights_mib=weights_mib)
+    question = Question(sizes=sizes, ends=ends, own=own, limit_mib=prepared.memory_mib)
     found = find_largest(run, question, left_s=left_s)
     return BatchSizes(sizes=_between(own, found.batch_size or own, whole), largest=(policy, found))
 

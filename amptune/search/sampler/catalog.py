@@ -28,15 +28,13 @@ ToPolicy = Callable[[Point], Policy]
 
 
 class Catalog:
-    """The policies of a space that fit into memory, in a fixed order. Points that give the same policy count once."""
+    """The policies of a space, in a fixed order. Points that give the same policy count once."""
 
-    def __init__(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
+    def __init__(self, space: Space, to_policy: ToPolicy) -> None:
         self.space, self._to_policy = space, to_policy
         self.points: dict[Policy, Point] = {}
         for point in points(space):
-            policy = to_policy(point)
-            if fits(policy):
-                self.points.setdefault(policy, point)  # deeper points of a short ladder give the same policy
+            self.points.setdefault(to_policy(point), point)  # deeper points of a short ladder give the same policy
         self.policies = list(self.points)
         self.index = {policy: index for index, policy in enumerate(self.policies)}
         self.sizes = {policy.batch_size for policy in self.policies if policy.batch_size is not None}

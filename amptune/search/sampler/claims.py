@@ -11,9 +11,9 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class Claims:
     def end(self) -> None:
         """Claims nothing more."""
         self._ended.set()
-        self._write(claims=(), compiling=())
+        self._write(claims=())
 
     def beat(self) -> None:
         """Counts on once."""
@@ -74,29 +74,16 @@ class Claims:
         if claim in self.own.claims:
             self._write(claims=tuple({*self.own.claims} - {claim}))
 
-    def compile(self, policies: Collection[Claim]) -> None:
-        """Claims the policies whose graphs compile now, and no others of that kind."""
-        if set(policies) != set(self.own.compiling):
-            self._write(compiling=tuple(policies))
-
     def others(self) -> frozenset[Claim]:
-        """Returns what other workers claim that are alive.
-
-        If several compile a policy's graph, it belongs to the one whose name comes first.
-        """
+        """Returns what other workers claim that are alive."""
         found: set[Claim] = set()
-        for worker, record in self._living():
-            own = set(self.own.compiling) if self.worker < worker else set()
-            found |= {*record.claims, *(set(record.compiling) - own)}
-        return frozenset(found)
-
-    def _living(self) -> Iterable[tuple[str, WorkerRecord]]:
         for key, value in attributes_of(self.study).items():
             kind, _, worker = key.partition(" ")
             if kind == WORKER and worker != self.worker:
                 record = from_plain(WorkerRecord, value)
-                if (record.claims or record.compiling) and not self._is_gone(worker, record.beats):
-                    yield worker, record
+                if record.claims and not self._is_gone(worker, record.beats):
+                    found.update(record.claims)
+        return frozenset(found)
 
     def _is_gone(self, worker: str, beats: int) -> bool:
         if _has_ended_here(worker):
@@ -107,10 +94,11 @@ class Claims:
             return False
         return self.clock() - since_s > GONE_S
 
-    def _write(self, **changes: tuple[Claim, ...]) -> None:
-        """Counts on, with these changes; the thread that counts makes none."""
+    def _write(self, claims: tuple[Claim, ...] | None = None) -> None:
+        """Counts on, with other claims if any are given; the thread that counts gives none."""
         with self._writing:
-            record = replace(self.own, beats=self.own.beats + 1, **changes)
+            own = self.own.claims if claims is None else claims
+            record = WorkerRecord(beats=self.own.beats + 1, claims=own)
             self.study.set_user_attr(f"{WORKER} {self.worker}", to_plain(WorkerRecord, record))
             self.own = record
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import optuna
-from optuna.samplers import BaseSampler, GPSampler, PartialFixedSampler, RandomSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.trial import TrialState
 
 from amptune.policy.settings import Policy
 from amptune.search.sampler.backend import experimental
 from amptune.search.sampler.catalog import History
 from amptune.search.sampler.optuna_trials import complete, distributions_of, finished
-from amptune.search.space.knobs import Space, Value
+from amptune.search.space.knobs import Space
 from amptune.search.table.trial import Trial
 
 __all__ = ["PolicySampler", "Sampler", "sampler_named"]
@@ -34,21 +34,17 @@ class PolicySampler:
     """A sampler of Optuna's that proposes policies of one space. It sees copies of the trials."""
 
     def __init__(self, sampler: BaseSampler, space: Space) -> None:
-        self._sampler, self._distributions = sampler, distributions_of(space)
-        self._study = optuna.create_study(direction="maximize")
+        self._distributions = distributions_of(space)
+        self._study = optuna.create_study(direction="maximize", sampler=sampler)
         self._copied: set[Trial] = set()
 
-    def next(self, history: History, besides: Collection[Policy], fixed: Mapping[str, Value]) -> Policy | None:
-        """Returns a policy that is neither measured, too large nor `besides`; None if the sampler names no such policy.
-
-        The knobs in `fixed` have these values.
-        """
+    def next(self, history: History, besides: Collection[Policy]) -> Policy | None:
+        """Returns a policy neither measured, nor too large, nor `besides`; None if the sampler names no such policy."""
         catalog = history.catalog
         for trial in [one for one in history.trials if one not in self._copied]:
             self._study.add_trial(finished(trial, catalog.points.get(trial.policy), self._distributions))
             self._copied.add(trial)
         with experimental():
-            self._study.sampler = PartialFixedSampler(dict(fixed), self._sampler) if fixed else self._sampler
             for _ in range(MOST_ASKED):
                 asked = self._study.ask(self._distributions)
                 policy = catalog.policy_of(asked.params)

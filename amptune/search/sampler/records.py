@@ -100,11 +100,10 @@ class StudyRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRecord:
-    """One worker's word of itself: what it claims, and the policies whose graphs it compiles; `beats` count on."""
+    """One worker's word of itself: what it claims; `beats` count on."""
 
     beats: int = 0
     claims: tuple[Claim, ...] = ()
-    compiling: tuple[Claim, ...] = ()
 
 
 # The records among a study's attributes, by the first word of their names.

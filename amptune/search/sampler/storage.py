@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line
 from amptune.search.sampler.backend import SQLITE, attributes_of, experimental, opened, storage_errors
 from amptune.search.sampler.claims import Claims
-from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
+from amptune.search.sampler.journal import JOURNAL, NO_RECORD, broken_line
 from amptune.search.sampler.optuna_trials import distributions_of, finished, trial_from
 from amptune.search.sampler.records import (
     KINDS,
@@ -80,16 +80,13 @@ class Store:
             self._study.set_user_attr(f"{kind} {name}", to_plain(KINDS[kind], record))
 
 
-def open_store(where: Path | str, name: str, space: Space, left_s: Callable[[], float] = lambda: 0.0) -> Store:
+def open_store(where: Path | str, name: str, space: Space) -> Store:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
-    A database that is away is waited for while the run has time left, which `left_s` returns. Raises `StudyError` if
-    the storage cannot be used.
+    Raises `StudyError` if the storage cannot be used.
     """
     with experimental(), _reading(where):
-        study = optuna.create_study(
-            storage=opened(where, left_s), study_name=name, direction="maximize", load_if_exists=True
-        )
+        study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
         return Store(study, space, where)
 
 
@@ -178,7 +175,10 @@ def _records_in(study: optuna.Study, kind: str, besides: Collection[int | str] =
     for key, value in attributes_of(study).items():
         name = key.partition(" ")[2]
         if kind_of(key) is KINDS[kind] and name not in besides:
-            found[name] = from_plain(KINDS[kind], value)
+            try:
+                found[name] = from_plain(KINDS[kind], value)
+            except NO_RECORD as error:
+                raise ValueError(f"{key}: {in_one_line(error)}") from error
     return found
 
 
@@ -194,8 +194,8 @@ def _reading(where: Path | str) -> Iterator[None]:
         with storage_errors():
             yield
     except NO_RECORD as error:
-        if isinstance(where, Path) and (found := first_broken(where)) is not None:
-            raise found from error
+        if isinstance(where, Path) and (broken := broken_line(where)) is not None:
+            raise StudyError(f"{broken}; mend the line or remove it, or choose another study with --study") from error
         raise StudyError(
             f"the study in {without_password(str(where))} cannot be read, it is broken or another version of amptune "
             f"wrote it: {in_one_line(error)}; choose another with --study"

@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from amptune.search.sampler.catalog import Catalog, History, ToPolicy
 from amptune.search.sampler.policy_sampler import PolicySampler, Sampler
 from amptune.search.sampler.records import TuningRecord
 from amptune.search.sampler.storage import Store, open_store
-from amptune.search.space.knobs import Space, Value
+from amptune.search.space.knobs import Space
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
@@ -81,11 +81,6 @@ class Study:
         """The trials that tell something, as they ended."""
         return self.history.trials
 
-    @property
-    def table(self) -> list[Row]:
-        """Every timing of all runs: the trials' and the others."""
-        return [*(trial.row for trial in self.trials), *self.rows]
-
     def begin(self, tuning: TuningRecord) -> None:
         """Records that a tuning run uses the study from now on, and says to other workers that this one lives."""
         self.run = tuning.run
@@ -108,7 +103,7 @@ class Study:
             self.lost = self.lost or error
 
     def claim(self, policy: Policy) -> bool:
-        """Says to other workers that this one measures a policy; returns False if another does, or just has.
+        """Says to other workers that this one compiles or measures a policy; False if another does, or has measured it.
 
         The baseline is measured by every worker: nothing works without it.
         """
@@ -128,14 +123,6 @@ class Study:
         with self._store.access():
             self._store.claims.give_back(policy)
 
-    def note_compiling(self, policies: Collection[Policy]) -> None:
-        """Says to other workers whose graphs this one compiles now, for them as if they were claimed.
-
-        If two workers compile one graph, the policy belongs to one of them: it is `elsewhere` for the other.
-        """
-        with self._store.access():
-            self._store.claims.compile(policies)
-
     @property
     def elsewhere(self) -> frozenset[Policy]:
         """The policies that other living workers have claimed, read from the storage."""
@@ -143,14 +130,14 @@ class Study:
             claimed = self._store.claims.others()
         return frozenset(one for one in claimed if not isinstance(one, str) and one != self.history.baseline)
 
-    def suggested(self, besides: Collection[Policy], fixed: Mapping[str, Value]) -> Policy | None:
-        """Returns what the user's sampler proposes with some knobs `fixed`, and that is neither measured nor `besides`.
+    def suggested(self, besides: Collection[Policy]) -> Policy | None:
+        """Returns what the user's sampler proposes that is neither measured nor `besides`.
 
         Returns None without such a sampler, and if all that it proposes is taken.
         """
         if self._sampler is None:
             return None
-        return self._sampler.next(self.history, {*besides, *self.elsewhere}, fixed)
+        return self._sampler.next(self.history, {*besides, *self.elsewhere})
 
     def tell(self, trial: Trial) -> None:
         """Adds a trial and stores it, unless the worker was killed from outside: the next run tries the policy."""
@@ -205,9 +192,9 @@ class Study:
         self._sensed = {entry: sensitivity, **self.sensed}
         return self._sensed[entry]
 
-    def adopt(self, space: Space, to_policy: ToPolicy, fits: Callable[[Policy], bool] = lambda _: True) -> None:
+    def adopt(self, space: Space, to_policy: ToPolicy) -> None:
         """Goes on with the policies of another space, or other policies of its points; trials are kept."""
-        self._use(Catalog(space, to_policy, fits))
+        self._use(Catalog(space, to_policy))
 
 
 def open_study(
@@ -216,21 +203,14 @@ def open_study(
     space: Space,
     to_policy: ToPolicy,
     *,
-    seed: int = 0,  # noqa: ARG001  # proposals take it
-    stored: Space | None = None,
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
-    fits: Callable[[Policy], bool] = lambda _: True,
     sampler: Sampler | None = None,
-    left_s: Callable[[], float] = lambda: 0.0,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
-    Policies of the space that do not fit into memory are left out. Every `objective` uses the same study.
-    Optuna keeps the points as points of the space `stored`, by default `space`: a space that this run has cut to its
-    sound points must not look like another space.
-    A database that is away is waited for while the run has time left, which `left_s` returns.
+    Every `objective` uses the same study.
     Raises `StudyError` if the storage cannot be used.
     """
-    store = open_store(where, name, stored or space, left_s)
-    return Study(store, Catalog(space, to_policy, fits), objective, baseline, sampler)
+    store = open_store(where, name, space)
+    return Study(store, Catalog(space, to_policy), objective, baseline, sampler)

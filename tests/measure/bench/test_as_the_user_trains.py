@@ -66,7 +66,7 @@ def labels_of(first: Any, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, 8), labels.fill_(-100) if count % 4 == 1 else labels
 
 
-def test_batches_without_labels_are_named_with_what_they_share() -> None:
+def test_batches_that_break_the_loss_by_themselves_are_named() -> None:
     from itertools import count
 
     first = count()
@@ -80,7 +80,6 @@ def test_batches_without_labels_are_named_with_what_they_share() -> None:
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.in_batches) == ("nonfinite", True)
     assert "8 of 32 batches, the first of them number" in failure.message
-    assert "all values of tensor 2 of the batch are -100" in failure.message
 
 
 class Sharpness(torch.optim.SGD):

@@ -94,8 +94,6 @@ def test_a_whole_tree_stands_still_in_a_pause_and_goes_on_after_it_also_after_an
             raise error
         assert tree.all_go_on
     assert set(psutil.Process().children(recursive=True)) == set(before), "no watchdog is left behind"
-    first, second = stillness.pauses
-    assert first.from_s + 0.1 <= first.until_s <= second.from_s < second.until_s <= time.monotonic()
 
 
 MEASURES = """
@@ -132,7 +130,6 @@ def test_no_pause_is_longer_than_its_limit_and_a_longer_block_is_not_quiet(
     with stillness.pause() as stopped:
         assert tree.all_go_on
         assert not stopped.is_quiet
-    assert [round(pause.until_s - pause.from_s, 3) for pause in stillness.pauses] == [3.0]
     assert tree.all_go_on
 
 
@@ -162,7 +159,6 @@ def test_processes_that_have_ended_do_no_harm() -> None:
     with stillness.pause() as stopped:
         assert stopped.is_quiet
         assert not stopped.has_stopped
-    assert stillness.pauses == []
 
 
 def test_a_process_that_has_another_ones_id_is_never_signalled(tree: Tree, tmp_path: Path) -> None:
@@ -189,4 +185,3 @@ def test_where_processes_are_not_stopped_that_is_known(
     with stillness.pause() as stopped:
         assert tree.all_go_on
         assert (stopped.has_stopped, stopped.is_quiet) == (False, False)
-    assert stillness.pauses == []

@@ -18,7 +18,7 @@ from amptune.measure.workers import cpu_share, processes, worker
 from amptune.measure.workers.processes import Pending, WorkerProcess
 from amptune.measure.workers.source import Source
 from amptune.measure.workers.worker import Reply
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import STOCK
 
 
 class Clock:
@@ -58,16 +58,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def evaluator(monkeypatch: pytest.MonkeyPatch) -> WorkerEvaluator:
     monkeypatch.setattr(WorkerEvaluator, "_stop_others", lambda *_: True)
     return WorkerEvaluator(Source(target="target"), "cpu", Path("log"))
-
-
-def test_what_one_worker_found_to_be_always_there_is_known_to_the_next(
-    evaluator: WorkerEvaluator, asked: dict[str, Any]
-) -> None:
-    asked["answer"] = lambda _: Reply(outcome=took(), lasting=frozenset({"host-load"}))
-    evaluator.measure(STOCK, Effort())
-    assert asked["arguments"][-1] == frozenset()
-    evaluator.measure(Policy(cudnn_benchmark=True), Effort())
-    assert (asked["task"], asked["arguments"][-1]) == (worker.measure, {"host-load"})
 
 
 @pytest.mark.parametrize("took_s", [30.0, 50.0])
