@@ -32,6 +32,7 @@ def performer_of(
         objective=request.objective,
         baseline=candidates.baseline,
         sampler=request.sampler,
+        left_s=lambda: request.budget.left_s,
     )
     study.begin(_record(request, prepared, candidates))
     study.reconsider(candidates.baseline)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import optuna
-from optuna.storages import BaseStorage, RDBStorage
+from optuna.storages import BaseStorage
 
 from amptune.errors import StudyError, first_line
 from amptune.search.sampler.journal import journal_storage
@@ -28,27 +28,36 @@ __all__ = [
 # Making the tables of a database takes less than a second; beside much else, others still made them after ten.
 LOCK_S = 60
 SQLITE = "sqlite:///"
+# So long a server may be away, and so often it is asked.
+AWAY_S, ASKED_EVERY_S = 120.0, 0.5
+
+T = TypeVar("T")
+LeftS = Callable[[], float]
 
 
-def opened(where: Path | str) -> BaseStorage:
+def opened(where: Path | str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
     """Opens the journal in a folder, which is made if it is missing, or a database, as `database_at` does."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if isinstance(where, Path):
         where.mkdir(parents=True, exist_ok=True)
         return journal_storage(where)
-    return database_at(where)
+    return database_at(where, left_s)
 
 
-def database_at(url: str) -> BaseStorage:
+def database_at(url: str, left_s: LeftS = lambda: 0.0) -> BaseStorage:
     """Opens a database; raises `StudyError` for one that Optuna cannot open.
 
-    Jobs that start together each make the tables of a new one: those that come second try again. A connection that the
-    server ended meanwhile, to restart for example, is made anew.
+    Jobs that start together each make the tables of a new one: those that come second try again. A server that is away
+    is waited for as long as a run has time for, which `left_s` returns.
     """
     until_s = time.monotonic() + LOCK_S
+    patience = _Patience((lambda: 0.0) if str(url).startswith("sqlite") else left_s)
     while True:
         try:
-            return optuna.storages.get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
+            storage = patience.with_server(optuna.storages.get_storage)(url)
+            for name in BaseStorage.__abstractmethods__:
+                setattr(storage, name, patience.with_server(getattr(storage, name)))
+            return storage
         except ValueError as error:  # one that Optuna does not know, or a port that is no number
             about = f"{without_password(url)} is no database that Optuna can open"
             why = "its port is no whole number" if "int()" in str(error) else first_line(error)
@@ -62,6 +71,38 @@ def database_at(url: str) -> BaseStorage:
 def attributes_of(study: optuna.Study) -> dict[str, Any]:
     """Returns a study's attributes without a deep copy, which takes long in a study of many records."""
     return study._storage.get_study_user_attrs(study._study_id)
+
+
+class _Patience:
+    """Patience with a server that restarts. After a wait in vain or an interrupted one it is over until one answers."""
+
+    def __init__(self, left_s: LeftS) -> None:
+        self._left_s, self._is_over = left_s, False
+
+    def with_server(self, ask: Callable[..., T]) -> Callable[..., T]:
+        """Returns a function that asks again and again until the server is there."""
+
+        def patiently(*args: Any, **kwargs: Any) -> T:
+            until_s, pause_s = time.monotonic() + min(AWAY_S, self._left_s()), 0.0
+            while True:
+                try:
+                    time.sleep(pause_s)
+                    answer = ask(*args, **kwargs)
+                except BaseException as error:
+                    self._is_over |= not _is_away(error) or time.monotonic() > until_s
+                    if self._is_over:
+                        raise
+                    pause_s = ASKED_EVERY_S
+                else:
+                    self._is_over = False
+                    return answer
+
+        return patiently
+
+
+def _is_away(error: BaseException) -> bool:
+    """Returns True if a server cannot be reached, or ended the connection; Optuna's error has SQLAlchemy's as cause."""
+    return any(type(one).__name__ in ("OperationalError", "InterfaceError") for one in (error, error.__cause__))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -80,13 +80,16 @@ class Store:
             self._study.set_user_attr(f"{kind} {name}", to_plain(KINDS[kind], record))
 
 
-def open_store(where: Path | str, name: str, space: Space) -> Store:
+def open_store(where: Path | str, name: str, space: Space, left_s: Callable[[], float] = lambda: 0.0) -> Store:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
-    Raises `StudyError` if the storage cannot be used.
+    A database that is away is waited for while the run has time left, which `left_s` returns. Raises `StudyError` if
+    the storage cannot be used.
     """
     with experimental(), _reading(where):
-        study = optuna.create_study(storage=opened(where), study_name=name, direction="maximize", load_if_exists=True)
+        study = optuna.create_study(
+            storage=opened(where, left_s), study_name=name, direction="maximize", load_if_exists=True
+        )
         return Store(study, space, where)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -206,11 +206,13 @@ def open_study(
     objective: Objective = THROUGHPUT,
     baseline: Policy | None = None,
     sampler: Sampler | None = None,
+    left_s: Callable[[], float] = lambda: 0.0,
 ) -> Study:
     """Opens or resumes a study: `where` is a folder (a journal file in it) or a database URL.
 
     Every `objective` uses the same study.
+    A database that is away is waited for while the run has time left, which `left_s` returns.
     Raises `StudyError` if the storage cannot be used.
     """
-    store = open_store(where, name, space)
+    store = open_store(where, name, space, left_s)
     return Study(store, Catalog(space, to_policy), objective, baseline, sampler)
