@@ -65,12 +65,13 @@ def test_the_command_that_proves_an_answer_has_the_wishes_that_make_it_the_same_
 @pytest.mark.parametrize(
     "wrong", [{"policy": {"autocast": "int8"}}, {"outcome": {"failed": False}}, {"moment_s": math.nan}, {"run": None}]
 )
-def test_a_row_that_cannot_be_read_is_told(wrong: dict[str, Any], tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_read_is_told_with_its_line(wrong: dict[str, Any], tmp_path: Path) -> None:
     tuned_for(THROUGHPUT, tmp_path, trials=6)
     record = recall(tmp_path)
     study = optuna.load_study(study_name=record.name, storage=backend.opened(tmp_path))
     study.set_user_attr("row 1", {**record.rows[0].as_dict(), **wrong})
-    with pytest.raises(StudyError, match=r"cannot be read, it is broken .*: row 1: "):
+    line = len((tmp_path / "journal.log").read_text().splitlines())
+    with pytest.raises(StudyError, match=f"journal.log:{line}: is no record of a study: "):
         recall(tmp_path)
 
 

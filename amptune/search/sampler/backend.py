@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -121,11 +122,11 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Turns the failure of a storage (full disk, unreachable database) into `StudyError`."""
+    """Turns the failure of a storage (full disk, broken journal, unreachable database) into `StudyError`."""
     try:
         yield
     except Exception as error:
         is_of_storage = type(error).__module__.startswith(("sqlalchemy", "optuna.exc"))
-        if is_of_storage or isinstance(error, OSError | ImportError):
+        if is_of_storage or isinstance(error, OSError | json.JSONDecodeError | ImportError):
             raise StudyError(f"the study cannot be read or written: {_reason(error)}") from error
         raise

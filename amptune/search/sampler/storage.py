@@ -18,7 +18,7 @@ from amptune.policy.findings import Finding
 from amptune.policy.serialization import in_one_line
 from amptune.search.sampler.backend import SQLITE, attributes_of, experimental, opened, storage_errors
 from amptune.search.sampler.claims import Claims
-from amptune.search.sampler.journal import JOURNAL, NO_RECORD, broken_line
+from amptune.search.sampler.journal import JOURNAL, NO_RECORD, first_broken
 from amptune.search.sampler.optuna_trials import distributions_of, finished, trial_from
 from amptune.search.sampler.records import (
     KINDS,
@@ -178,10 +178,7 @@ def _records_in(study: optuna.Study, kind: str, besides: Collection[int | str] =
     for key, value in attributes_of(study).items():
         name = key.partition(" ")[2]
         if kind_of(key) is KINDS[kind] and name not in besides:
-            try:
-                found[name] = from_plain(KINDS[kind], value)
-            except NO_RECORD as error:
-                raise ValueError(f"{key}: {in_one_line(error)}") from error
+            found[name] = from_plain(KINDS[kind], value)
     return found
 
 
@@ -197,8 +194,8 @@ def _reading(where: Path | str) -> Iterator[None]:
         with storage_errors():
             yield
     except NO_RECORD as error:
-        if isinstance(where, Path) and (broken := broken_line(where)) is not None:
-            raise StudyError(f"{broken}; mend the line or remove it, or choose another study with --study") from error
+        if isinstance(where, Path) and (found := first_broken(where)) is not None:
+            raise found from error
         raise StudyError(
             f"the study in {without_password(str(where))} cannot be read, it is broken or another version of amptune "
             f"wrote it: {in_one_line(error)}; choose another with --study"
