@@ -60,7 +60,7 @@ class Candidates:
     """The policies that a search may try.
 
     The `starts` come before anything that the sampler proposes; the best of the `known_good` also enter the finals.
-    Values that fail the numerics gate are removed from the `space`.
+    Values that fail the numerics gate are removed from the `space`, and stay in the one that is `stored`.
     If `batch_size` is None, the workload's own is used. `in_words` has the modules that a search calls by words.
     """
 
@@ -72,6 +72,7 @@ class Candidates:
     baseline: Policy
     amp_recipes: tuple[Policy, ...]
     known_good: tuple[Policy, ...]
+    stored: Space
     safeguards: Mapping[str, tuple[Fp32Rule, ...]] = field(default_factory=dict)
     in_words: Mapping[str, Mapping[Any, tuple[Any, ...]]] = field(default_factory=dict)
 
@@ -169,6 +170,7 @@ def candidates_for(
     known_good = tuple(_sized(policy, batch_size, wanted.global_batch) for policy in (STOCK, *recipes))
     return Candidates(
         space=space,
+        stored=space,
         ladder=ladder or Ladder(),
         batch_size=batch_size,
         global_batch=wanted.global_batch,
