@@ -189,9 +189,9 @@ class Durations:
         if len(self._trials) < 2:
             return 0.0
         judging_s = self.judge_s(self.state.leader)
-        if self.state.rounds.is_over:
+        pair = self.state.baseline, self.state.leader
+        if self.state.rounds.is_over or len(set(pair)) == 1:
             return judging_s
-        pair = list(dict.fromkeys((self.state.baseline, self.state.leader)))
         share_s = COMPARISON_SHARE * (self.state.request.budget.seconds - self.state.built_s)
         fresh_s, count = self.round_s(pair, fresh=True), self.state.rounds.count
         wanted_s = max(0, PROCESSES - count) * fresh_s if count or fresh_s <= share_s else sum(map(self.turn_s, pair))

@@ -45,6 +45,8 @@ COMPILE_ATTEMPTS = 2
 OVER_EAGER = 1.5
 # So many graphs compile until one has come: more make all of them later, and nobody knows how fast the host is.
 FIRST_GRAPHS = 2
+# A judgement that is thought to take so many times what is left is not begun.
+HOPEFUL = 3.0
 # Seconds beyond the budget for judging the winner, and the share of the budget that judging its graph may take.
 GRACE_S, JUDGED_GRAPH_SHARE = 5.0, 0.15
 # A graph may be so much later than expected before it is looked at what else there is to do.
@@ -192,7 +194,7 @@ def _round(state: State, at: Durations) -> Job | None:
     if verdict is None:
         return None
     leader = None if verdict.leader is None else verdict.leader.policy
-    if leader is not None and state.judgements.is_open(leader):
+    if leader is not None and state.judgements.is_open(leader) and at.judge_s(leader) < state.left_s + GRACE_S:
         return Job(kind="numerics", policies=(leader,), seconds=at.judge_s(leader), limit_s=state.left_s)
     recipes = (one for one in verdict.contenders if one.policy in state.candidates.amp_recipes and not one.failure)
     chosen = next_round(
@@ -218,9 +220,10 @@ def _winner(state: State, at: Durations) -> Job | None:
     if verdict is None or state.judgements.failure is not None or state.left_s <= -GRACE_S:
         return None
     winner, limit_s = verdict.winner.policy, state.left_s + GRACE_S
-    if state.judgements.is_open(winner):
+    if state.judgements.is_open(winner):  # one that is cut short tells nothing, and costs its time
         seconds = at.judge_s(winner)
-        return Job(kind="numerics", policies=(winner,), seconds=seconds, limit_s=limit_s)
+        has_time = seconds < HOPEFUL * limit_s
+        return Job(kind="numerics", policies=(winner,), seconds=seconds, limit_s=limit_s) if has_time else None
     seconds = at.judge_graph_s(winner)
     longest_s = min(limit_s, JUDGED_GRAPH_SHARE * state.request.budget.seconds)
     if state.judgements.is_graph_open(winner) and seconds < longest_s:
