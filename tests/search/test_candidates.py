@@ -255,3 +255,15 @@ def test_a_cpu_tries_layout_optimizer_and_fewer_threads_and_bf16_first_or_last_b
     assert {plain, replace(plain, threads=1)} <= set(order[:4])
     if leading == "off":
         assert [policy.autocast for policy in order] == ["off"] * (len(order) - 2) + ["bf16", "bf16"], "its recipes"
+
+
+def test_the_leading_recipes_are_tried_in_larger_batches_too_if_these_are_searched() -> None:
+    order = starts("hopper", sizes=(64, 256, 512, 1024, 2048), **TEXT)
+    larger = [policy for policy in order if policy.batch_size != 128]
+    place = order.index(larger[0])
+    assert order[place : place + len(larger)] == tuple(larger)
+    assert [policy.compile for policy in order[:place]].count("off") == 2, "behind the two leading ones"
+    assert {policy.batch_size for policy in larger} == {1024, 256}
+    assert all(policy.compile == "off" for policy in larger)
+    eager = next(policy for policy in order if policy.compile == "off")
+    assert {STOCK, replace(eager, batch_size=None)} <= {replace(policy, batch_size=None) for policy in larger}

@@ -146,8 +146,7 @@ class Question:
 
         With a single run, memory is in proportion to the batch.
         """
-        mib: Callable[[Probe], float] = attrgetter(peak)
-        last = fitting[-1]
+        last, mib = fitting[-1], attrgetter(peak)
         free_mib, in_proportion = self.limit_mib - mib(last), mib(last) / last.batch_size
         proportional = last.batch_size + free_mib / (STEEPER * in_proportion)
         if len(fitting) == 1:

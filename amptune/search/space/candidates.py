@@ -130,10 +130,25 @@ class Candidates:
     def starts(self) -> tuple[Policy, ...]:
         """The policies to compile or measure before any other, the likeliest winner first, without the baseline.
 
-        The space's own list, then stock PyTorch and the AMP recipes, whatever is pinned, for people compare with these.
+        The space's own list; if batch sizes are searched, its leading eager ones and stock PyTorch in larger batches
+        stand behind these. Then stock PyTorch and the AMP recipes, whatever is pinned, for people compare with these.
         """
-        listed = filter(self.allows, map(self.policy_of, self.space.try_first))  # a pin may be settled
-        return tuple(policy for policy in dict.fromkeys((*listed, *self.known_good)) if policy != self.baseline)
+        listed = dict.fromkeys(filter(self.allows, map(self.policy_of, self.space.try_first)))  # a pin may be settled
+        leading = [policy for policy in listed if policy.compile == "off"][:2]
+        larger = [
+            _sized(policy, size, self.global_batch) for size in self._larger_sizes() for policy in (*leading, STOCK)
+        ]
+        place = list(listed).index(leading[-1]) + 1 if leading else len(listed)
+        tried = [*list(listed)[:place], *larger, *list(listed)[place:], *self.known_good]
+        return tuple(policy for policy in dict.fromkeys(tried) if policy != self.baseline)
+
+    def _larger_sizes(self) -> list[int]:
+        """Returns two sizes above the workload's own, the first about half of the largest.
+
+        The fastest dtype or layout there may differ from that at the workload's own size.
+        """
+        sizes = [int(size) for size in self.space.choices(BATCH_SIZE)]
+        return [size for size in sizes if (self.batch_size or size) < size <= max(sizes) / 2][::-2][:2]
 
 
 def candidates_for(
