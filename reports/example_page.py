@@ -3,8 +3,9 @@
     python reports/example_page.py           # writes the page
     python reports/example_page.py --check   # exits with 1 if that page is not what would be written
 
-The study is `h200/resnet50.journal.gz`, of two runs: `amptune tune amptune.workload.zoo:resnet50 --budget 240s --study
-resnet50`, and again with 200s. The page is what `amptune report resnet50 -o example-report.html` writes.
+The study is `h200/unseen/relative_attention.journal.gz`: `amptune tune reports/unseen_models.py:relative_attention
+--budget 120s --study relative_attention`. The page is what `amptune report relative_attention -o example-report.html`
+writes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from amptune.search.decide.study_report import findings_of, study_report_of
 from amptune.search.sampler.storage import recall
 
 HERE = Path(__file__).resolve().parent
-SOURCE, PAGE = HERE / "h200" / "resnet50.journal.gz", HERE.parent / "docs" / "example-report.html"
+SOURCE, PAGE = HERE / "h200" / "unseen" / "relative_attention.journal.gz", HERE.parent / "docs" / "example-report.html"
 
 
 def page() -> str:
@@ -29,9 +30,9 @@ def page() -> str:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            Path("resnet50").mkdir()
-            Path("resnet50", "journal.log").write_bytes(gzip.decompress(SOURCE.read_bytes()))
-            record = recall(Path("resnet50"))
+            Path("relative_attention").mkdir()
+            Path("relative_attention", "journal.log").write_bytes(gzip.decompress(SOURCE.read_bytes()))
+            record = recall(Path("relative_attention"))
         finally:
             os.chdir(before)
     study_report = study_report_of(record, record.last.objective)

@@ -108,7 +108,7 @@ def test_a_baseline_that_was_never_measured_gives_no_verdict_and_one_that_failed
             *([10.0, 9.5, 9.0, 8.6, 8.3],) * 2,
             1,
             "undecided",
-            "too few measurements to tell if one of 1 other is",
+            "too few measurements to tell if the only other policy that runs is",
             "undecided",
         ),
         ([10.0] * 9, [9.0] * 3 + [9.1] * 3 + [10.1] * 3, 3, "undecided", "more --budget", "undecided"),
