@@ -146,13 +146,14 @@ class Question:
 
         With a single run, memory is in proportion to the batch.
         """
-        last, mib = fitting[-1], attrgetter(peak)
-        free_mib, in_proportion = self.limit_mib - mib(last), mib(last) / last.batch_size
+        last, last_mib = fitting[-1], float(getattr(fitting[-1], peak))
+        free_mib, in_proportion = self.limit_mib - last_mib, last_mib / last.batch_size
         proportional = last.batch_size + free_mib / (STEEPER * in_proportion)
         if len(fitting) == 1:
             return proportional
         before = fitting[-2]
-        slope = STEEPER * (mib(last) - mib(before)) / (last.batch_size - before.batch_size)
+        before_mib = float(getattr(before, peak))
+        slope = STEEPER * (last_mib - before_mib) / (last.batch_size - before.batch_size)
         return min(last.batch_size + free_mib / max(slope, 1e-9), BEYOND_PROPORTION * proportional)
 
 
