@@ -87,7 +87,7 @@ class Journal(JournalFileBackend):
     def damaged(self, line: int, error: Exception) -> StudyError:
         """Returns the error that names a line."""
         why = f"{self._path}:{line}: is no record of a study: {in_one_line(error)}"
-        advice = "if another version of amptune wrote it, choose another study with --study; else mend or remove the line"
+        advice = "choose another with --study if another version wrote it; else mend or remove the line"
         return StudyError(f"{why}; {advice}")
 
 
