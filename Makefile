@@ -1,6 +1,6 @@
 # make tune          sets up, tunes a bundled workload on this machine, writes policy.yaml
 # make test          sets up, runs linters, types and tests: ten minutes on two slow cores
-# make test-all      the same with all that takes long, and `make frozen`: an hour on two slow cores
+# make test-all      the same with all that takes long, and `make frozen`: about half an hour on two cores
 # make test-newest   `make test` in an environment of its own, with the newest version of every package but torch
 # make constraints   the same, and if it is green its versions are those that `make` installs from then on
 # make frozen        holds what amptune does against what was recorded (tests/frozen)
