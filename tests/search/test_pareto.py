@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from measurements import took
@@ -17,8 +19,10 @@ from amptune.search.table.effects import GPU
 from amptune.search.table.trial import Trial
 from amptune.search.table.verdict import verdict_of
 
-# Few different values, so that many are equal.
-figures = st.floats(min_value=1e-3, max_value=1e6) | st.sampled_from([1.0, 2.0, 3.0, 4.0])
+# Few different values, so that many are equal; none that differ by less than a figure shows.
+figures = st.floats(min_value=1e-3, max_value=1e6).map(lambda x: float(f"{x:.3g}")) | st.sampled_from(
+    [1.0, 2.0, 3.0, 4.0]
+)
 points = st.builds(
     Contender,
     policy=st.builds(Policy, batch_size=st.integers(1, 1000)),
@@ -42,6 +46,12 @@ def test_no_point_of_the_set_beats_another_and_every_other_is_beaten_or_equal(so
     assert set(front) <= set(some)
     assert list(front) == sorted(front, key=lambda one: costs_of(one)[0])
     assert [*map(costs_of, front)] == [*map(costs_of, front_of(some[::-1]))]
+
+
+def test_last_digits_that_differ_from_process_to_process_put_nothing_on_the_set() -> None:
+    fast, slow = (Contender(policy=Policy(batch_size=int(speed)), samples_per_s=speed) for speed in (20.0, 10.0))
+    fast, slow = replace(fast, peak_memory_mib=5815.806325), replace(slow, peak_memory_mib=5815.806321)
+    assert front_of([slow, fast]) == (fast,)
 
 
 def test_what_failed_or_was_rejected_is_no_point_and_of_two_trials_the_verdict_tells_the_figure() -> None:
