@@ -57,7 +57,7 @@ class InThisProcess:
         worker._State.bench = None
         return self._logged(worker.prepare)
 
-    def launch(self, policies: Sequence[Policy], limit_s: float = 120.0) -> None:  # noqa: ARG002
+    def launch(self, policies: Sequence[Policy]) -> None:  # noqa: ARG002
         self.clock.advance(LAUNCH_S)
 
     def build_ahead(self, count: int) -> None:

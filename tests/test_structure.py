@@ -219,7 +219,7 @@ TRAINED = "import torch, amptune; amptune.apply(amptune.load('apex:O1').policy, 
         ("import amptune", HEAVY | {"torch", "pydantic", "yaml", "numpy", "pynvml"}),
         (TRAINED, HEAVY),
         ("import amptune; amptune.tune", {"optuna", "sqlalchemy", "torch", "numpy"}),  # workers start before the search
-        # Optuna takes 5 to 10 s to import on a slow host (reports/h100/compiling): while the workload is built
+        # Optuna takes 5 to 10 s to import on a slow host: while the workload is built
         ("import amptune.search.pipeline", {"optuna"}),
         ("import amptune.search.run", {"sqlalchemy"}),  # takes a second, and is for databases
     ],

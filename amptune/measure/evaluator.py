@@ -41,11 +41,11 @@ class Evaluator(Protocol):
         """
         ...
 
-    def launch(self, policies: Sequence[Policy], limit_s: float = START_LIMIT_S) -> None:
+    def launch(self, policies: Sequence[Policy]) -> None:
         """Starts a fresh process for each policy; the policy is measured in it until the next launch.
 
-        Processes that compile go on; all others end. One that has not built the workload within `limit_s` begins anew
-        in its first trial's time.
+        Processes that compile go on; all others end. One that has not built the workload in time begins anew in its
+        first trial's time.
         """
         ...
 
@@ -153,7 +153,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._built.clear()
         return answer.beside(self._others.busy_cores(), cores())
 
-    def launch(self, policies: Sequence[Policy], limit_s: float = START_LIMIT_S) -> None:
+    def launch(self, policies: Sequence[Policy]) -> None:
         self._room = max(2, workers_that_fit(self.ranks))
         self._graphs = {policy: graph for policy, graph in self._graphs.items() if policy not in policies}
         ended = [key for key in self._workers if key not in self._graphs]
@@ -162,7 +162,7 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         self._workers |= {policy: self._new() for policy in policies}
         first = list(dict.fromkeys(policies))[: self._room]
         each = (len(first), self._batches)
-        for pending in [self._workers[one].begin(limit_s, worker.get_ready, one, *each) for one in first]:
+        for pending in [self._workers[one].begin(START_LIMIT_S, worker.get_ready, one, *each) for one in first]:
             pending.answer()  # a failure is reported again by the first measurement
 
     def build_ahead(self, count: int) -> None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from amptune.hardware.versions import versions_of
+from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
+from amptune.policy.settings import Policy
 from amptune.search.decide.caveats import devices_findings
 from amptune.search.decide.conclusion import Conclusion
 from amptune.search.decide.decision import Decision, decide
+from amptune.search.decide.evidence import labels_of
+from amptune.search.decide.study_report import tuning_command
 from amptune.search.durations import Durations
 from amptune.search.measuring import loader_findings
+from amptune.search.request import TuningRequest
+from amptune.search.sampler.records import TuningRecord, without_password
 from amptune.search.space.islands import islands_finding
 from amptune.search.state import State
 from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.verdict import Verdict
 
-__all__ = ["decision_of"]
+__all__ = ["decision_of", "tuning_of"]
 
 
 def decision_of(
@@ -77,5 +83,27 @@ def _again(state: State) -> str:
     at = Durations(state)
     seconds = state.built_s + 2 * at.typical_s + PROCESSES * at.round_s((state.baseline,) * 2, fresh=True)
     needed_s = 10 * math.ceil(seconds / 10) + 10
-    target = state.request.source.target or "TARGET"
-    return shlex.join(["amptune", "tune", target, *state.request.options, "--budget", f"{needed_s}s"])
+    last, where = tuning_of(state.request, state.prepared, state.baseline), without_password(str(state.request.study))
+    return tuning_command(last, where=where, budget_s=needed_s)
+
+
+def tuning_of(request: TuningRequest, prepared: Prepared, baseline: Policy) -> TuningRecord:
+    """Returns what a study keeps of a run before its first job."""
+    subject = prepared.subject
+    return TuningRecord(
+        run=request.run,
+        began=request.began,
+        workload=subject.name,
+        target=request.source.target,
+        folder=str(request.folder.absolute()),
+        hardware=prepared.hardware.name,
+        batch_size=subject.batch_size,
+        baseline=baseline,
+        objective=request.objective,
+        options=request.options,
+        device=prepared.hardware.device,
+        arguments=request.source.arguments,
+        software=tuple(versions_of(prepared.hardware).items()),
+        memory_mib=prepared.memory_mib,
+        valid_for=tuple(labels_of(prepared).items()),
+    )

@@ -28,7 +28,8 @@ GUESSED_TRIAL_S, BENCHMARK_S, AUTOTUNE_S = 3.0, 10.0, 300.0
 # (155) 25 to 35, SE-ResNeXt50 (235) 40, DeepLabV3+ (334) 54 to 70, DenseNet-161 (489) 91 to 115, each compiled alone
 # (on H200s of several hosts; reports/h200/rivals). A graph twice as large takes more than twice as long.
 FIXED_S, LEAF_S, PAIR_OF_LEAVES_S = 10.0, 0.1, 0.0002
-# A host may need so many times as long: Swin-T's graph came after 91 s in place of 27 (reports/h100/foreign).
+# A host may need so many times as long: Swin-T's graph took 73 s in place of 27 (reports/h100/foreign), and on a
+# slower host it had not come after 100.
 SLOW_HOST = 4.0
 # Loading a graph from the compiler's cache takes this share of compiling it: 2.5 of 25 to 40 s for ResNet-50
 # (reports/h200/oracle). The gate compiles a graph anew for its batches, in so many times the seconds (BERT-base: 31
@@ -60,11 +61,19 @@ class Durations:
         """Returns the seconds of a trial, compiling included unless that is done in the background or done."""
         if policy in self.state.graphs.known:
             return self.typical_s
-        kinds = {process_of(trial.policy) for trial in self._trials if trial.run == self.state.request.run}
-        seconds = self.typical_s + (self.state.rounds.start_s if kinds and process_of(policy) not in kinds else 0.0)
-        seen = any(trial.policy.cudnn_benchmark for trial in self._trials)
-        seconds += BENCHMARK_S if policy.cudnn_benchmark and not seen else 0.0
+        is_new = self._kinds and process_of(policy) not in self._kinds
+        seconds = self.typical_s + (self.state.rounds.start_s if is_new else 0.0)
+        seconds += BENCHMARK_S if policy.cudnn_benchmark and not self._has_benchmarked else 0.0
         return seconds + self.compile_s(policy) + max(0.0, LEAST_STEPS * self._step_s(policy) - self.typical_s)
+
+    @cached_property
+    def _kinds(self) -> set[tuple[bool, ...]]:
+        """The kinds of processes that this run's trials were measured in."""
+        return {process_of(trial.policy) for trial in self._trials if trial.run == self.state.request.run}
+
+    @cached_property
+    def _has_benchmarked(self) -> bool:
+        return any(trial.policy.cudnn_benchmark for trial in self._trials)
 
     def longest_s(self, policy: Policy) -> float:
         """Returns the seconds that a trial may take that compiles its own graph, on a host that may be slow."""

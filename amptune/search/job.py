@@ -32,7 +32,7 @@ class Job:
 
     @property
     def what(self) -> str:
-        """What the job is about, in words."""
+        """The subject of the job, in words."""
         if self.kind == "comparison":
             count = len(self.policies)
             return f"{count} {'policy' if count == 1 else 'policies'}{' in fresh processes' if self.fresh else ''}"

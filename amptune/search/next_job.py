@@ -1,4 +1,4 @@
-"""What comes next: from all that is known of a run to its next job, or the answer. Pure; the one place that decides it.
+"""The next job of a run, or its answer, from all that is known. Pure; the one place that decides it.
 
 The phases stand in order; the first that has a job has the word.
 """
@@ -24,7 +24,7 @@ from amptune.search.table.contenders import PROCESSES
 from amptune.search.table.next_rows import next_round
 from amptune.search.table.trial import Trial
 
-__all__ = ["BEHIND", "next_job"]
+__all__ = ["next_job"]
 
 # The modes that compile in the background; the others time kernels, which would disturb and be disturbed.
 BEHIND = ("reduce-overhead", "default", "blocks")
@@ -47,7 +47,8 @@ OVER_EAGER = 1.5
 FIRST_GRAPHS = 2
 # A judgement that is thought to take so many times what is left is not begun.
 HOPEFUL = 3.0
-# Seconds beyond the budget for judging the winner, and the share of the budget that judging its graph may take.
+# Seconds after the budget until which judging the winner may begin, and the share of the budget that judging its graph
+# may take.
 GRACE_S, JUDGED_GRAPH_SHARE = 5.0, 0.15
 # A graph may be so much later than expected before it is looked at what else there is to do.
 LATE_S = 10.0
@@ -85,7 +86,7 @@ def _graph(state: State, at: Durations) -> Job | None:
         return Job(kind="compile", policies=(in_time[0], *lost), seconds=0.0, limit_s=max(1.0, state.left_s))
     if at.is_late:
         return None
-    proposal = _proposal(state, compiled=True)
+    proposal = _proposal(state, at, compiled=True)
     if proposal is None or proposal.policy.compile not in BEHIND or cannot_compile(state):
         return None
     seconds = at.beside_s(proposal.policy) + at.typical_s
@@ -163,14 +164,14 @@ def _refinement(state: State, at: Durations) -> Job | None:
 
 
 def _proposed(state: State, at: Durations) -> Job | None:
-    """What the sampler proposes, while it is worth its time; not where blocks differ so much that it tells nothing."""
+    """The trial that the sampler proposes, while it is worth its time; none where blocks differ too much to tell."""
     if state.trials_left <= len(state.graphs.known) or at.typical_s > at.spare_s:
         return None
     if _has_failed(state) or _is_noisy(state, at):
         return None
     if state.request.sampler is not None and state.free_sampler:
         return Job(kind="trial", seconds=at.typical_s, limit_s=at.spare_s)
-    proposal = _proposal(state, compiled=False)
+    proposal = _proposal(state, at, compiled=False)
     if proposal is None or proposal.gain < WORTHWHILE * at.trial_s(proposal.policy):
         return None
     return _trial(proposal.policy, state, at)
@@ -329,13 +330,13 @@ def _broken_recipes(state: State) -> Iterator[Policy]:
             yield recipe
 
 
-def _proposal(state: State, *, compiled: bool) -> Proposal | None:
+def _proposal(state: State, at: Durations, *, compiled: bool) -> Proposal | None:
     """Returns what the own sampler proposes of the policies that compile in the background, or of all others."""
     catalog = state.history.catalog
     others = {one for one in catalog.policies if _is_in_background(one, state) != compiled}
     besides = others | state.graphs.known | state.cut
     running = [*state.elsewhere, *state.graphs.known]
-    found = proposals(state.history, besides, state.request.seed, seconds=Durations(state).trial_s, running=running)
+    found = proposals(state.history, besides, state.request.seed, seconds=at.trial_s, running=running)
     best = state.scores.get(state.leader)
     return None if found is None or (best is not None and found.optimistic < math.log(best)) else found
 

@@ -58,7 +58,7 @@ def verify_numerics(
     with locked(curves.parent, device), closing(evaluator or WorkerEvaluator(source, device, log)) as machine:
         prepared = machine.prepare(budget.left_to_prepare_s)
         tell(WorkloadBuilt(prepared=prepared, left_s=budget.left_s))
-        labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
+        labels = prepared.labels
         changed = require_valid(policy_file, labels)
         curves.write_text("", encoding="utf-8")
         training = _LongTraining(machine, budget, tell, curves, seeds, fewest=steps)

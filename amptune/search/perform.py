@@ -121,7 +121,7 @@ class Performer:
         in its trial. A policy that another worker has claimed meanwhile gives nothing.
         """
         if not job.policies:
-            proposed = self.study.suggested(state.cut | state.elsewhere | state.graphs.known)
+            proposed = self.study.suggested(state.cut | state.graphs.known)
             if proposed is None:
                 return state.but(free_sampler=False)
             job = replace(job, policies=(proposed,))

@@ -38,9 +38,8 @@ class TuningRun:
             because = str(error)
         finally:
             self.performer.study.end(self.timeline.entries)
-        left_s, run = self.state.request.budget.left_s, self.state.request.run
-        trials = sum(trial.run == run for trial in self.state.history.trials)
-        self.observer(SearchEnded(because=because, trials=trials, left_s=left_s))
+        left_s = self.state.request.budget.left_s
+        self.observer(SearchEnded(because=because, trials=self.state.trials_made, left_s=left_s))
 
     def decision(self, *, interrupted: bool = False) -> Decision | None:
         """Returns the decision as things stand; None if the baseline was not measured, or failed."""

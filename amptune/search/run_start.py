@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from amptune.hardware.versions import versions_of
 from amptune.measure.evaluator import Evaluator
 from amptune.measure.results.subject import Prepared
 from amptune.search.batch_size.batch_sizes import NO_SIZES
-from amptune.search.decide.evidence import labels_of
+from amptune.search.decided import tuning_of
 from amptune.search.events import Observer, SearchStarted
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.judgements import Judgements
 from amptune.search.perform import Performer
 from amptune.search.request import TuningRequest
-from amptune.search.sampler.records import TuningRecord, without_password
+from amptune.search.sampler.records import without_password
 from amptune.search.sampler.study import open_study
 from amptune.search.space.candidates import Candidates
 from amptune.search.state import Graphs, Rounds, State
@@ -34,7 +33,7 @@ def performer_of(
         sampler=request.sampler,
         left_s=lambda: request.budget.left_s,
     )
-    study.begin(_record(request, prepared, candidates))
+    study.begin(tuning_of(request, prepared, candidates.baseline))
     study.reconsider(candidates.baseline)
     judge = Judge(evaluator, candidates.baseline, prepared.subject.tolerance)
     performer = Performer(evaluator, study, judge, observer)
@@ -65,24 +64,3 @@ def state_of(performer: Performer, request: TuningRequest, prepared: Prepared, c
         built_s=request.budget.spent_s,
     )
     return performer.seen(performer.with_candidates(first))
-
-
-def _record(request: TuningRequest, prepared: Prepared, candidates: Candidates) -> TuningRecord:
-    subject = prepared.subject
-    return TuningRecord(
-        run=request.run,
-        began=request.began,
-        workload=subject.name,
-        target=request.source.target,
-        folder=str(request.folder.absolute()),
-        hardware=prepared.hardware.name,
-        batch_size=subject.batch_size,
-        baseline=candidates.baseline,
-        objective=request.objective,
-        options=request.options,
-        device=prepared.hardware.device,
-        arguments=request.source.arguments,
-        software=tuple(versions_of(prepared.hardware).items()),
-        memory_mib=prepared.memory_mib,
-        valid_for=tuple(labels_of(prepared).items()),
-    )

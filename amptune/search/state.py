@@ -70,8 +70,8 @@ class State:
     `sensed` has the times of modules by memory format and dtypes, `sizes` the batch sizes that were found, None if that
     is to be done. `safeguards` are the rules that each precision needs, None if none were found to help; `uncured` are
     the rejected precisions for which none were looked for. Policies that were `cut` had no time, those `elsewhere` are
-    measured by other workers. `free_sampler` is False once the user's sampler has nothing new to propose. `clock_s` is
-    the moment by the run's clock, `spent_s` and `built_s` count from its start.
+    measured by other workers. `free_sampler` is False once the user's sampler has nothing new to propose. `spent_s` and
+    `built_s` count from the start of the run.
     """
 
     request: TuningRequest
@@ -108,10 +108,14 @@ class State:
     def left_s(self) -> float:
         return self.request.budget.seconds - self.spent_s
 
+    @cached_property
+    def trials_made(self) -> int:
+        """The number of trials of this run."""
+        return sum(trial.run == self.request.run for trial in self.history.trials)
+
     @property
     def trials_left(self) -> float:
-        run = self.request.run
-        return self.request.budget.trials_left(sum(trial.run == run for trial in self.history.trials))
+        return self.request.budget.trials_left(self.trials_made)
 
     @property
     def baseline(self) -> Policy:
@@ -179,7 +183,7 @@ class State:
         may_win = {policy for policy in scored if policy == self.baseline or self.bar(policy) is None}
         return {policy: score for policy, score in scored.items() if score > 0 and policy in may_win}
 
-    @property
+    @cached_property
     def leader(self) -> Policy:
         """The policy with the best trial of those that may win; the baseline if there is none."""
         return max(self.scores, key=self.scores.__getitem__, default=self.baseline)

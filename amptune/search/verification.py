@@ -118,7 +118,7 @@ def verify_with(evaluator: Evaluator, policy_file: PolicyFile, budget: Budget, o
     """Verifies on any evaluator: policy and baseline in turn, until the claim is met or missed."""
     claim = claim_of(policy_file)
     prepared = evaluator.prepare(budget.left_to_prepare_s)
-    labels = {**dict(prepared.hardware.labels), "model": prepared.subject.model_digest}
+    labels = prepared.labels
     sized = replace(claim, policy=_sized(claim.policy, prepared), baseline=_sized(claim.baseline, prepared))
     machine = machine_of(prepared.hardware.device)
     rows, rounds = _measured(evaluator, sized, machine, prepared.start_s, budget, observer)

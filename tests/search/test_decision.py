@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from measurements import took
 from simulated.recorded import RecordedEvaluator
+from states import state_of
 from tables import BF16, BF16_LAST, FP16, decided, in_turn, row
 
 from amptune.measure.results.outcome import Failure
@@ -18,9 +19,11 @@ from amptune.report.answer import answer_of
 from amptune.search.decide.caveats import devices_findings
 from amptune.search.decide.conclusion import Conclusion
 from amptune.search.decide.decision import Decision, decide
+from amptune.search.decided import decision_of
 from amptune.search.gate.judge import Judge
 from amptune.search.gate.judgements import Judgements, without_graph
 from amptune.search.table.effects import CPU, GPU
+from amptune.search.table.objective import Objective
 from amptune.search.table.row import Row
 from amptune.search.table.trial import Trial
 
@@ -139,6 +142,23 @@ def test_the_evidence_tells_how_far_the_first_losses_are_from_the_baselines() ->
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("train.py", "amptune tune train.py --objective memory --budget 50s --study nowhere"),
+        (None, 'amptune.tune(workload, objective="memory", study="nowhere", budget_s=50)'),
+    ],
+)
+def test_the_command_that_gives_an_answer_is_that_of_the_run_with_a_larger_budget(
+    target: str | None, command: str
+) -> None:
+    state = state_of({STOCK: 10.0})
+    request = replace(state.request, objective=Objective("memory"), source=replace(state.request.source, target=target))
+    decision = decision_of(state.but(request=request))
+    assert decision is not None
+    assert decision.again == command
 
 
 def test_where_the_baseline_alone_was_measured_there_is_no_answer_but_the_command_that_gives_one() -> None:

@@ -368,7 +368,7 @@ class SyntheticEvaluator:
         self._process_of(STOCK)
         return replace(self.landscape.prepared, start_s=self.trouble.launch_s)
 
-    def launch(self, policies: Sequence[Policy], limit_s: float = 120.0) -> None:  # noqa: ARG002
+    def launch(self, policies: Sequence[Policy]) -> None:
         """Ends all processes but those that compile, and starts a fresh one for each of these, all at once."""
         self.asked.append(("launch", tuple(policies)))
         self._processes = {policy: self._new_process() for policy in policies}

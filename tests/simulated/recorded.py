@@ -86,11 +86,6 @@ def precision_of(policy: Policy) -> str:
     return math_mode if policy.autocast == "off" else policy.autocast
 
 
-def best_recorded_ms(workload: str) -> float:
-    """The fastest step recorded without torch.compile."""
-    return min(ms for (*_, compiled), (ms, _) in recorded_rows(workload).items() if compiled == "off")
-
-
 def recorded_ms(workload: str, policy: Policy) -> float:
     """The recorded step time that a policy comes closest to, without torch.compile."""
     rows, key = recorded_rows(workload), (precision_of(policy), policy.memory_format)
@@ -175,7 +170,7 @@ class RecordedEvaluator:
             del self.in_background[policy]
         return dict.fromkeys(ready, self.compile_s)
 
-    def launch(self, policies: Sequence[Policy], limit_s: float = 120.0) -> None:  # noqa: ARG002
+    def launch(self, policies: Sequence[Policy]) -> None:
         self.clock.advance(self.launch_s)
         self.launched.append(tuple(policies))
 

@@ -28,7 +28,7 @@ from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.hardware.generations import generation_of
 from amptune.measure.bench.bench import Bench
 from amptune.measure.bench.clocks import finish
-from amptune.measure.modules.replay import TIMED_RUNS, later_ms
+from amptune.measure.modules.replay import TIMED_RUNS, floating_in, later_ms
 from amptune.measure.numerics.short_training import Training
 from amptune.measure.results.half_effects import Half, Island
 from amptune.policy.settings import Policy
@@ -161,12 +161,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
     def _is_island(self, func: Any, args: Any, kwargs: Any) -> bool:
         if func.overloadpacket not in _WATCHED:
             return False
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
         return all(
             tensor.dtype is torch.float32
             and tensor.device.type == self._device.type
             and tensor.layout is torch.strided  # sparse products do not use TF32
-            for tensor in tensors
+            for tensor in floating_in((args, kwargs))
         )
 
     def _note(self, site: _Site, func: Any, args: Any, kwargs: Any) -> None:

@@ -112,6 +112,11 @@ class Prepared:
     own_parallel: bool = False
     most_samples: int | None = None
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of this machine, and the model's digest."""
+        return {**dict(self.hardware.labels), "model": self.subject.model_digest}
+
     def beside(self, busy: int, cores: int) -> Prepared:
         """Returns these facts where other programs keep so many of the CPU's cores busy."""
         if not busy or self.subject.threads <= cores - busy:

@@ -98,7 +98,7 @@ class LargestBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Which of the `sizes`, which ascend, is the largest that fits? `ends` says in words why there is none beyond."""
+    """The ascending `sizes` of which the largest that fits is sought; `ends` says in words why there is none beyond."""
 
     sizes: Sequence[int]
     ends: str

@@ -72,7 +72,7 @@ class Conclusion:
 
     @cached_property
     def ablation(self) -> tuple[Ablated, ...]:
-        """What each setting of the answer buys."""
+        """The gain that each setting of the answer adds."""
         return ablated(self.verdict, self.winner)
 
     @cached_property

@@ -36,8 +36,7 @@ _HOLDS_FOR = {
 def labels_of(prepared: Prepared) -> dict[str, str]:
     """Returns `valid_for`: the labels of this machine that matter, and the model's digest."""
     prefixes = _HOLDS_FOR[prepared.hardware.device]
-    labels = {name: value for name, value in prepared.hardware.labels if name.startswith(prefixes)}
-    return {**labels, "model": prepared.subject.model_digest}
+    return {name: value for name, value in prepared.labels.items() if name == "model" or name.startswith(prefixes)}
 
 
 def evidence_of(

@@ -27,6 +27,6 @@ def front_of(some: Iterable[Contender]) -> tuple[Contender, ...]:
 
 
 def _is_as_good(other: Contender, one: Contender) -> bool:
-    """What differs by less than any figure shows is equal: the last digits of an estimate are those of one process."""
+    """Returns True if `other` is no worse in any figure; differences that no figure shows are none."""
     costs = zip(costs_of(other), costs_of(one), strict=True)
     return all(theirs <= own or math.isclose(theirs, own, rel_tol=1e-4) for theirs, own in costs)

@@ -29,7 +29,7 @@ _OF_THE_ANSWER = {
 
 @dataclass(frozen=True, kw_only=True)
 class StudyReport(Conclusion):
-    """What a study concludes for an objective, and its record."""
+    """The conclusion of a study for an objective, with its record."""
 
     record: StudyRecord
 

@@ -27,7 +27,7 @@ class Judgement:
 
     With a share of 0 it is FP32 itself, above 1 it fails. `worst` are the figures nearest to their limits or beyond,
     the worst first, one a module, or what broke training; `losses` is the policy's loss curve, `losses_fp32` that of
-    FP32 and of its replicas. One that an earlier amptune stored has none of these. `parity` is all that was compared;
+    FP32 and of its replicas. `parity` is all that was compared;
     it is empty in a judgement that was read from a study.
     """
 

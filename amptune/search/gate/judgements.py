@@ -33,7 +33,7 @@ def fp32_of(baseline: Policy) -> Policy:
 
 @dataclass(frozen=True, slots=True)
 class Judgements:
-    """What was last found of each policy's numerics, held to the FP32 of the `baseline`.
+    """The last finding on each policy's numerics, held to the FP32 of the `baseline`.
 
     A compiled policy is judged without its graph, and may be judged with it too: a compiler that breaks one graph is
     likely to break others in that dtype, so one speaks for all until they are judged themselves. `failure` says why

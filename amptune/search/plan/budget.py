@@ -1,7 +1,4 @@
-"""The budget: wall-clock time of the whole command, optionally a number of trials; and each stage's share of it.
-
-The shares stand in the order in which the stages run. A stage that needs less leaves the rest to those after it.
-"""
+"""The budget: wall-clock time of the whole command, and optionally a number of trials."""
 
 from __future__ import annotations
 

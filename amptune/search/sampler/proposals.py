@@ -27,8 +27,6 @@ class Proposal:
     """The expected improvement over the best policy, on the logarithm of the score."""
     optimistic: float
     """The highest logarithm of its score that would be no outlier."""
-    seconds: float | None = None
-    """What a trial of it costs; None if nobody said."""
 
 
 def proposals(
@@ -54,13 +52,13 @@ def proposals(
     if belief is None:
         drawn = random.Random(f"{seed} {len(history.trials)} {begun}").choice(free)  # noqa: S311  # no secret
         policy = catalog.policies[drawn]
-        return Proposal(policy=policy, gain=math.inf, optimistic=math.inf, seconds=seconds and seconds(policy))
+        return Proposal(policy=policy, gain=math.inf, optimistic=math.inf)
     best = max(belief.mean[index] for index, score in history.scores.items() if score is not None)
     gains = expected_improvement(belief.mean[free] - best, belief.deviation[free])
-    costs = [seconds(catalog.policies[index]) if seconds else None for index in free]
-    chosen = int((gains / [cost or 1.0 for cost in costs]).argmax())
+    costs = [seconds(catalog.policies[index]) if seconds else 1.0 for index in free]
+    chosen = int((gains / costs).argmax())
     index, gain = free[chosen], float(gains[chosen])
-    return Proposal(policy=catalog.policies[index], gain=gain, optimistic=_reach(belief, index), seconds=costs[chosen])
+    return Proposal(policy=catalog.policies[index], gain=gain, optimistic=_reach(belief, index))
 
 
 def optimistic(history: History, policy: Policy) -> float | None:

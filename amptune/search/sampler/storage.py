@@ -66,7 +66,7 @@ class Store:
         with self.access():
             new = _records_in(self._study, "row", self._read)
             self._read |= new.keys()
-            return _in_order(new.values(), _records_in(self._study, "tuning"))
+            return _in_order(new.values(), _records_in(self._study, "tuning")) if new else []
 
     def sensed(self) -> dict[str, Sensitivity]:
         """Returns the times of modules that the study has, by entry."""

@@ -59,7 +59,7 @@ class Wanted:
 class Candidates:
     """The policies that a search may try.
 
-    The `starts` come before anything that the sampler proposes; the best of the `known_good` also enter the finals.
+    The `starts` come before anything that the sampler proposes; the better of the `amp_recipes` is compared as well.
     Values that fail the numerics gate are removed from the `space`, and stay in the one that is `stored`.
     If `batch_size` is None, the workload's own is used. `in_words` has the modules that a search calls by words.
     """

@@ -50,9 +50,9 @@ class _SpaceDocument:
     forbid: list[_ForbidBody] | None = None
 
 
-def spaces_folder(package: Path | None = None) -> Path:
+def spaces_folder() -> Path:
     """Returns the folder of the spaces: inside the package (in a wheel), else beside it (in a checkout)."""
-    package = package or Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[2]
     inside = package / "search_spaces"
     return inside if inside.is_dir() else package.parent / "search_spaces"
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 __all__ = ["CONFIRMED", "LIKELY", "Confidence", "Ratio", "chance_in_words", "confidence_of"]
 
-# A gain is confirmed, or likely, with this probability. A likely one is written as provisional; with less, the baseline
-# stays.
+# A gain is confirmed, or likely, with this probability. A likely one is written as provisional if its whole
+# interval lies above 1 as well; with less, the baseline stays.
 CONFIRMED, LIKELY = 0.995, 0.9
 # An interval that holds 1 and reaches so many times the value says nothing.
 TOO_WIDE = 4.0

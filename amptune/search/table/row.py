@@ -136,7 +136,7 @@ def step_spread(measurement: Measurement) -> float | None:
     """Returns how much the steps of a block differ, as a robust standard deviation relative to their median.
 
     Returns None for a block of few steps. Steps of a GPU that is the limit differ by 0.1 %, steps that wait for the
-    host by 1 to 10 %; so do the blocks and the launches of such a policy (reports/sittings).
+    host by 1 to 10 %; so do the blocks and the launches of such a policy (reports/README.md, "sittings").
     """
     steps = measurement.step_ms
     if len(steps) < _FEWEST_STEPS:
