@@ -94,7 +94,8 @@ def test_what_may_still_win_takes_part_the_likeliest_first_and_what_is_far_behin
 @pytest.mark.parametrize(
     ("left_s", "running", "policies", "fresh"),
     [
-        (7.5, (STOCK, BF16), (STOCK, BF16), True),
+        (14.5, (STOCK, BF16), (STOCK, BF16, FP16), True),
+        (13.5, (STOCK, BF16), (STOCK, BF16), False),
         (6.5, (STOCK, BF16), (STOCK, BF16), False),
         (1.5, (STOCK, BF16), (BF16,), False),
         (6.5, (BF16,), (BF16,), False),

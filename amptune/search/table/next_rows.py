@@ -51,13 +51,13 @@ def next_round(
     core, rivals = _core(verdict), _rivals(verdict, bar)
     if len(core) == 1 or (not rivals and _is_settled(verdict, core)):
         return None
-    others = list(dict.fromkeys(policy for policy in (*beside, *rivals) if policy not in core))
-    fresh = _fresh_tells_more(verdict, core, running, seconds)
+    fresh = _fresh_tells_more(verdict, core, running, seconds, left_s)
+    able = (policy for policy in (*beside, *rivals) if policy not in core and (fresh or policy in running))
+    others = list(dict.fromkeys(able))
     for count in range(min(len(others), MOST_POLICIES - len(core)), -1, -1):
         policies = (*core, *others[:count])
-        starts = fresh or not set(policies) <= set(running)
-        if seconds(policies, starts) <= left_s:
-            return NextRound(policies=policies, fresh=starts)
+        if seconds(policies, fresh) <= left_s:
+            return NextRound(policies=policies, fresh=fresh)
     unseen = verdict.leader is not None and not verdict.leader.in_loop and not verdict.waits_for_data
     for policies in (tuple(core), *([(core[1],)] if unseen else [])):
         if set(policies) <= set(running) and seconds(policies, False) <= left_s:
@@ -123,13 +123,20 @@ def _are_few(fit: Estimates, policies: Sequence[Policy]) -> bool:
     return any(fit.launches[fit.place[policy]] < PROCESSES for policy in policies)
 
 
-def _fresh_tells_more(verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], seconds: Seconds) -> bool:
+def _fresh_tells_more(
+    verdict: Verdict, core: Sequence[Policy], running: Collection[Policy], seconds: Seconds, left_s: float
+) -> bool:
     """Returns True if a second is better spent on fresh processes than on more blocks in those that run.
 
-    One more of n launches or blocks takes v / (n (n + 1)) from a variance v / n.
+    One more of n launches or blocks takes v / (n (n + 1)) from a variance v / n. What was timed once takes a turn where
+    it runs, if two rounds in fresh processes do not fit: on a slow host a start may take twice the expected time.
     """
     fit = verdict.scores
-    if _are_few(fit, core) or not set(core) <= set(running):
+    if not set(core) <= set(running):
+        return True
+    if 2 * seconds(core, True) > left_s and any(fit.rows[fit.place[policy]] < 2 for policy in core):
+        return False
+    if _are_few(fit, core):
         return True
     by_launch = by_block = 0.0
     for p in (fit.place[policy] for policy in core):
