@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -12,7 +12,7 @@ from amptune.errors import PolicyApplyError
 from amptune.runtime.model_device import ModelDevice
 from amptune.runtime.optimizer import fuse
 from amptune.runtime.scaler import PolicyScaler, scaler_for
-from amptune.runtime.training_step import RecipeStep
+from amptune.runtime.training_step import OwnStep, RecipeStep
 from amptune.runtime.weight_hook import PLAIN_WEIGHTS, WeightHook
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from amptune.runtime.claim_watch import ClaimWatch
     from amptune.runtime.graphs.dispatch import Recordings
     from amptune.runtime.graphs.graphed_model import GraphedModel
-    from amptune.runtime.graphs.recorded_step import WholeStep
+    from amptune.runtime.graphs.recorded_step import StepRecordings, WholeStep
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.guard.step_watch import StepWatch
     from amptune.runtime.ranks import Ranks
@@ -181,6 +181,7 @@ class Tuned:
         scaler.step(optimizer)
         scaler.update()
 
+    @overload
     def training_step(
         self,
         loss: Callable[[Any, Any], torch.Tensor],
@@ -188,18 +189,42 @@ class Tuned:
         clip: float | None = None,
         *,
         model: nn.Module | None = None,
-    ) -> RecipeStep:
-        """Returns a function that trains on a batch: PyTorch's AMP recipe, from autocast to `zero_grad`, in one call.
+    ) -> RecipeStep: ...
 
-        `loss(model, batch)` returns a scalar, as in a `Workload`; `batch` comes in the policy's memory format, and
-        `model` is `tuned.model`, or the given one, such as DistributedDataParallel around that. `clip` is the largest
-        norm of all gradients. Raises `PolicyApplyError` for what is no optimizer, and in a distributed job without a
-        given model.
+    @overload
+    def training_step(
+        self,
+        *,
+        step: Callable[[Any, Any, Any, Any], Any],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        model: nn.Module | None = None,
+    ) -> OwnStep: ...
+
+    def training_step(
+        self, loss: Any = None, optimizer: Any = None, clip: float | None = None, *, step: Any = None, model: Any = None
+    ) -> Any:
+        """Returns a function that trains on a batch, which a policy with `cuda_graphs: step` replays as a whole.
+
+        With `loss` it is PyTorch's AMP recipe, from autocast to `zero_grad`: `loss(model, batch)` returns a scalar, as
+        in a `Workload`; `batch` comes in the policy's memory format. `clip` is the largest norm of all gradients.
+        With `step` it is one's own: `step(tuned, model, optimizer, batch)` does all, with `tuned.autocast()` and
+        `tuned.scaler`, and what it returns comes back; `optimizer` is one, or a sequence.
+
+        `model` is `tuned.model`, or the given one, such as DistributedDataParallel around that. Raises
+        `PolicyApplyError` for what is no optimizer, and in a distributed job without a given model.
         """
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        several = isinstance(optimizer, list | tuple) and step is not None
+        optimizers = list(optimizer) if several else [optimizer]
+        wrong = next((one for one in optimizers if not isinstance(one, torch.optim.Optimizer)), None)
+        if wrong is not None or not optimizers:
             raise PolicyApplyError(
-                f"tuned.training_step() takes one built torch.optim.Optimizer, not {type(optimizer).__name__}: a step "
-                "with several optimizers is written out, with tuned.autocast() and tuned.scaler"
+                f"tuned.training_step() takes one built torch.optim.Optimizer, not {type(optimizer).__name__}; several "
+                "are for a step of your own: tuned.training_step(step=step, optimizer=(one, other))"
+            )
+        if (loss is None) == (step is None) or (step is not None and clip is not None):
+            raise PolicyApplyError(
+                "tuned.training_step() takes either a loss, with clip, or a step of your own, which clips by itself: "
+                "tuned.training_step(loss, optimizer) or tuned.training_step(step=step, optimizer=optimizer)"
             )
         if model is None and self._ranks is not None:
             raise PolicyApplyError(
@@ -207,14 +232,16 @@ class Tuned:
                 "tuned.training_step(loss, optimizer, model=DistributedDataParallel(tuned.model)); model=tuned.model "
                 "if they exchange none, or if fully_shard shards it"
             )
-        if self._whole_step is None or not self._active:
-            return RecipeStep(self, loss, optimizer, clip, model)
-        if self.guard is not None:
-            self.guard.step_watch.calls.append(True)  # the recorded step calls what is in tuned.model
-        return self._whole_step.of(self, loss, optimizer, clip, model)
+        train: RecipeStep | OwnStep = (
+            RecipeStep(self, loss, optimizer, clip, model) if step is None else OwnStep(self, step, optimizer, model)
+        )
+        if self._whole_step is not None and self._active:
+            code = {"loss": loss} if step is None else {"step": step}
+            train.recordings = self._whole_step.of(self, {**code, "optimizer": optimizers}, optimizers, model)
+        return train
 
     @property
-    def recordings(self) -> Recordings | None:
+    def recordings(self) -> Recordings | StepRecordings | None:
         """The recorded CUDA graphs: of whole training steps if `training_step` has them recorded, else of passes."""
         passes = None if self._graphed is None else self._graphed.recordings
         return passes if self._whole_step is None else self._whole_step.recordings

@@ -23,8 +23,8 @@ from amptune.measure.bench.step_timing import (
 from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
-from amptune.runtime.graphs.check import CHECK_EVERY
 from amptune.runtime.graphs.dispatch import Recordings
+from amptune.runtime.graphs.recorded_step import StepRecordings
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
 
@@ -32,7 +32,7 @@ __all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks"]
 
 # The losses of the `FIRST_STEPS` are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
 # second step, so only a later step shows their step time.
-LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_PREPARING = 3, 5
+LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_PREPARING = 3, 6
 FIRST_STEPS_S = 1.0
 
 
@@ -165,7 +165,9 @@ def prepares(policy: Policy) -> bool:
     return policy.compile != "off" or bool(policy.cuda_graphs) or policy.cudnn_benchmark
 
 
-def price_of_checks(clock: Clock, recordings: Recordings, step: Callable[[], object], step_ms: float) -> float:
+def price_of_checks(
+    clock: Clock, recordings: Recordings | StepRecordings, step: Callable[[], object], step_ms: float
+) -> float:
     """Returns the time in ms that comparing recordings with the model adds to a step in a long training.
 
     Its memory counts too. Raises `PolicyApplyError` if nothing was recorded, or if a replay differs.
@@ -179,4 +181,4 @@ def price_of_checks(clock: Clock, recordings: Recordings, step: Callable[[], obj
     if recordings.doubt() is not None:
         clock.time_steps(step, 1)
     recordings.require_agreement()
-    return max(0.0, checked_ms - step_ms) * calls_per_step / CHECK_EVERY
+    return max(0.0, checked_ms - step_ms) * calls_per_step / recordings.gap(checked_ms, step_ms)

@@ -14,7 +14,7 @@ from amptune.changes.tensor_tree import stored_in
 from amptune.errors import TargetError
 from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.trial_group import NEXT_STEP, TrialGroup
-from amptune.runtime.training_step import RecipeStep
+from amptune.runtime.training_step import OwnStep, RecipeStep
 from amptune.runtime.tuned import Tuned
 from amptune.workload.copied_model import plain_model
 from amptune.workload.user_errors import user_code
@@ -69,9 +69,12 @@ class Stepper:
         # `step` gets several as `optimizer(model)` returned them; its recipe has one
         self._optimizer: Any = built if isinstance(built, list | tuple) else self.optimizers[0]
         self._train: RecipeStep | None = None
+        self._own: OwnStep | None = None
         if workload.loss is not None:
             loss = _checked(workload.loss)
             self._train = tuned.training_step(loss, self.optimizers[0], workload.clip, model=self._model)
+        elif workload.step is not None:
+            self._own = tuned.training_step(step=workload.step, optimizer=self._optimizer, model=self._model)
 
     def __call__(self) -> torch.Tensor:
         """Runs one optimizer step; returns the detached loss (of the last micro-batch)."""
@@ -81,10 +84,8 @@ class Stepper:
         if self._train is not None:
             for _ in range(self._tuned.accumulate):
                 self._loss = self._train(next(self._batches))
-        else:
-            assert self._workload.step is not None  # noqa: S101  # Workload checks: either loss or step
-            loss = self._workload.step(self._tuned, self._model, self._optimizer, next(self._batches))
-            self._loss = _require_scalar("step", loss).detach()
+        elif self._own is not None:
+            self._loss = _require_scalar("step", self._own(next(self._batches))).detach()
         return self._loss
 
     def leaves_out_some(self) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Difference", "Limits", "named_gradients", "named_results", "relative_differences"]
+__all__ = ["Difference", "Limits", "named_gradients", "named_results", "relative_differences", "unit_of"]
 
 _OUTPUT = "output"
 
@@ -137,7 +137,7 @@ def _rounded(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], 
     floating = [without_repeats(one) for one in inputs if one.is_floating_point()]
     changed = [*(floating or [one.data for one in model.parameters() if one.is_floating_point()]), *gradients]
     before = [one.clone() for one in changed]
-    unit = _unit_of(changed[0].device.type, model)
+    unit = unit_of(changed[0].device.type, model)
     try:
         for one, value in zip(changed, before, strict=True):
             generator = torch.Generator(one.device).manual_seed(0)
@@ -149,7 +149,8 @@ def _rounded(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], 
             one.copy_(value)
 
 
-def _unit_of(device_type: str, model: nn.Module) -> float:
+def unit_of(device_type: str, model: nn.Module) -> float:
+    """Returns a unit in the last place, relative, of the dtype that computes."""
     if torch.is_autocast_enabled(device_type):
         return torch.finfo(torch.get_autocast_dtype(device_type)).eps
     weights = [one for one in model.parameters() if one.is_floating_point()]

@@ -15,7 +15,7 @@ from amptune.changes.blocks import holds_compiled
 from amptune.errors import PolicyApplyError, first_line
 from amptune.policy.findings import Finding
 from amptune.runtime.graphs.capture import Recording, UnusualError
-from amptune.runtime.graphs.check import Check, is_due
+from amptune.runtime.graphs.check import CHECK_EVERY, Check, is_due
 from amptune.runtime.graphs.host_effects import NotRecordableError, obstacle_in
 from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.passes import NO_MEMORY, ReplayedPass, SeenPass
@@ -39,10 +39,62 @@ MOST_SEEN = 8
 # row that came before WORTH_IT replays.
 MOST_WASTED, WORTH_IT = 5, 20
 _NOTHING = object()
-_all: weakref.WeakSet[Recordings] = weakref.WeakSet()
+_all: weakref.WeakSet[Told] = weakref.WeakSet()
 
 
-class Recordings:
+class Told:
+    """Recordings of what messages call `name`; it runs as `otherwise` says once they end, and `say` is told why."""
+
+    def __init__(self, name: str, otherwise: str, say: Callable[[Finding], None]) -> None:
+        self.name, self.otherwise, self.say = name, otherwise, say
+        self.why_not: Finding | None = None
+        self._out_of_memory: torch.OutOfMemoryError | None = None
+        _all.add(self)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        raise NotImplementedError
+
+    def give_up(self, error: Exception) -> None:
+        """Records no more after an error that came while recording."""
+        if isinstance(error, torch.OutOfMemoryError):
+            self._out_of_memory = torch.OutOfMemoryError(str(error))  # without the traceback, which keeps memory alive
+        if isinstance(error, torch.AcceleratorError):  # the graphs draw from a generator that was replaced after it
+            for recordings in list(_all):
+                recordings.forget()
+        told = error.__cause__ or error
+        words = first_line(told)
+        self._refuse(words if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({words})")
+
+    def _stop(self, reason: str) -> None:
+        """Ends recording while training is under way; nothing went wrong in it."""
+        self.forget()
+        self._refuse(reason)
+
+    def _refuse(self, reason: str) -> None:
+        what, otherwise = ("such a batch", "without cuda_graphs") if len(self) else ("it", self.otherwise)
+        words = f"{self.name} {reason}; {what} is not recorded as a CUDA graph, and runs as {otherwise}"
+        self._say_why_not(NOT_RECORDED, words)
+
+    def _say_why_not(self, code: str, message: str) -> None:
+        self.why_not = Finding(code=code, message=message)
+        self.say(self.why_not)
+
+    def require_agreement(self) -> None:
+        """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
+        self.require_some()
+
+    def require_some(self) -> None:
+        """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
+        if len(self):
+            return
+        never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
+        raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
+
+
+class Recordings(Told):
     """The recorded passes of one model.
 
     A kind of pass is recorded when it comes for the second time. The first time the model runs itself: this may set up
@@ -58,12 +110,11 @@ class Recordings:
         recorder: Callable[[torch.device], Recorder],
         device_type: str,
     ) -> None:
+        super().__init__(f"the forward pass of {type(model).__name__}", "without cuda_graphs", say)
         self.model = model
-        self.name, self.otherwise = f"the forward pass of {type(model).__name__}", "without cuda_graphs"
-        self.say = say
+        self.is_held: Callable[[], bool] = lambda: False  # while whole steps are recorded
         self.recorder = recorder
         self.device_type = device_type
-        self.why_not: Finding | None = None
         self.made = 0
         self._recorded: list[Recording] = []
         self._seen: list[SeenPass] = []
@@ -72,14 +123,12 @@ class Recordings:
         self._last: Check | None = None  # until it is read
         self._is_asked_for_check = False
         self._replays = self._wasted = 0
-        self._out_of_memory: torch.OutOfMemoryError | None = None
         self._has_ended = False
         self._compiles = holds_compiled(model)
         self._thread: int | None = None
         self._lock = threading.RLock()  # another thread must not meet a model whose weights are exchanged
         me: Any = weakref.ref(self)  # for replays, which the loop may hold longer
         self._end = lambda reason: None if (found := me()) is None else found._stop(reason)
-        _all.add(self)
 
     def forget(self) -> None:
         """Drops all recordings, and their memory."""
@@ -129,7 +178,7 @@ class Recordings:
             return self.model(*args, **kwargs)
 
     def _may_replay(self) -> bool:
-        if self.is_over or not (self.model.training and torch.is_grad_enabled()):
+        if self.is_over or self.is_held() or not (self.model.training and torch.is_grad_enabled()):
             return False
         self._thread = self._thread or threading.get_ident()
         return threading.get_ident() == self._thread and not is_observed()
@@ -252,34 +301,13 @@ class Recordings:
             f"nothing is recorded any more, and the model runs as {self.otherwise}",
         )
 
-    def give_up(self, error: Exception) -> None:
-        """Records no more after an error that came while recording."""
-        if isinstance(error, torch.OutOfMemoryError):
-            self._out_of_memory = torch.OutOfMemoryError(str(error))  # without the traceback, which keeps memory alive
-        if isinstance(error, torch.AcceleratorError):  # the graphs draw from a generator that was replaced after it
-            for recordings in list(_all):
-                recordings.forget()
-        told = error.__cause__ or error
-        words = first_line(told)
-        self._refuse(words if isinstance(told, NotRecordableError) else f"raises {type(told).__name__} ({words})")
-
-    def _stop(self, reason: str) -> None:
-        """Ends recording while training is under way; nothing went wrong in it."""
-        self.forget()
-        self._refuse(reason)
-
-    def _refuse(self, reason: str) -> None:
-        what, otherwise = ("such a batch", "without cuda_graphs") if self._recorded else ("it", self.otherwise)
-        words = f"{self.name} {reason}; {what} is not recorded as a CUDA graph, and runs as {otherwise}"
-        self._say_why_not(NOT_RECORDED, words)
-
-    def _say_why_not(self, code: str, message: str) -> None:
-        self.why_not = Finding(code=code, message=message)
-        self.say(self.why_not)
-
     def check_next(self) -> None:
         """Has the next replay compared, whatever the count of calls."""
         self._is_asked_for_check = True
+
+    def gap(self, _compared: float, _replayed: float) -> float:
+        """Returns the number of replays for one that is compared, in a long training."""
+        return CHECK_EVERY
 
     def doubt(self) -> Difference | None:
         """Returns a difference that the next call settles; waits for the last comparison."""
@@ -290,11 +318,4 @@ class Recordings:
         """Raises `PolicyApplyError` if a replay differed from the model, or if that is not settled."""
         if (doubt := self.doubt()) is not None:
             self._differ(doubt)
-        self.require_some()
-
-    def require_some(self) -> None:
-        """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
-        if self._recorded:
-            return
-        never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
-        raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
+        super().require_agreement()

@@ -6,6 +6,7 @@ import random
 import sys
 from collections import deque
 from contextlib import contextmanager
+from operator import is_
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +16,15 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.graphs.host_objects import ITERATOR, content_of, has_attributes, put_back, used_by
+from amptune.runtime.graphs.host_objects import ITERATOR, content_of, has_attributes, names_of, put_back, used_by
 from amptune.runtime.graphs.model_state import HOOKS, first_change, is_foreign, named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "DeviceState",
+    "HostSnapshot",
     "NotRecordableError",
     "RandomState",
     "alike",
@@ -73,7 +75,7 @@ def without_effects(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     Yields a function that restores buffers and the random generators of the model's devices, as the end does.
     """
-    host, device = _Host(model), DeviceState(model)
+    host, device = HostSnapshot([model]), DeviceState(model)
     try:
         yield device.put_back
         host.require_unchanged()
@@ -133,38 +135,68 @@ class DeviceState:
             torch._foreach_copy_([targets[place] for place in places], [values[place] for place in places])
 
 
-class _Host:
-    """A snapshot of the random generators, and of all that a model's modules and the code of its passes can reach."""
+class HostSnapshot:
+    """A snapshot of the random generators, and of all that modules, and the code that is run, can reach.
 
-    def __init__(self, model: nn.Module) -> None:
-        generators: dict[str, Any] = {"random": random._inst, "torch": torch.default_generator}
-        if "numpy" in sys.modules:
-            generators["numpy"] = sys.modules["numpy"].random.mtrand._rand
+    `code` names what is called beside the modules' `forward`: functions, methods and objects. What amptune holds of a
+    model is not looked into, but for the model. `besides` are objects that are not looked into either. Without modules
+    it is one of what the code may read: of an object the attributes that the code names.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], code: Mapping[str, Any] | None = None, besides: Collection[Any] = ()
+    ) -> None:
+        generators = _generators() if modules else {}
         self._generators = set(map(id, generators.values()))
-        classes = dict.fromkeys(
-            cls for module in model.modules() for cls in type(module).__mro__ if not is_foreign(cls)
-        )
+        self._besides = set(map(id, besides))
+        self._names: set[str] = set()  # in the code that was met
+        self._attributes: set[int] = set()
+        inner = dict.fromkeys(one for module in modules for one in module.modules())
+        kinds = [type(one) for one in inner]
+        kinds += [type(getattr(one, "__self__", one)) for one in (code or {}).values()]
+        classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__ if not is_foreign(cls))
         self._methods: dict[str, list[Any]] = {}
         for cls in classes:
             for name, value in vars(cls).items():
                 self._methods.setdefault(name, []).append(value)
-        ahead: deque[tuple[str, Any]] = deque(generators.items())
-        ahead += [(f"{cls.__name__}.forward", vars(cls)["forward"]) for cls in classes if "forward" in vars(cls)]
-        ahead += [*model.named_modules(), *model.named_parameters()]
+        first: list[tuple[str, Any]] = [*generators.items(), *(code or {}).items()]
+        first += [(f"{cls.__name__}.forward", vars(cls)["forward"]) for cls in classes if "forward" in vars(cls)]
+        for module in modules:
+            first += [*module.named_modules(), *module.named_parameters()]
+        self._reads_all = bool(modules)
         self._met: dict[int, tuple[str, Any, Any]] = {}
+        known = -1
+        while len(self._names) > known and not (self._reads_all and known >= 0):  # until no more names come
+            known = len(self._names)
+            self._meet(first)
+
+    def _meet(self, first: Sequence[tuple[str, Any]]) -> None:
+        self._met.clear()
+        ahead = deque(first)
         while ahead:
             name, value = ahead.popleft()
-            content = None if id(value) in self._met else self._content(value)
-            if content is ITERATOR:
-                raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back")
-            if content is not None:
-                self._met[id(value)] = name, value, content
-                if has_attributes(value):
-                    ahead.append((name, vars(value)))
-                if isinstance(content, dict):
-                    ahead += [(_joined(name, named(key)), inner) for key, inner in content.items()]
+            ahead += self._within(name, value)
             if len(self._met) > _MOST_OBJECTS:
                 raise NotRecordableError(f"holds more than can be looked through (beyond {name})")
+
+    def _within(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """Notes what is inside an object, and yields each with a name."""
+        is_known = id(value) in self._met or id(value) in self._besides
+        content = None if is_known else self._content(value)
+        if content is ITERATOR:
+            raise NotRecordableError(f"holds {name}, an iterator, which cannot be put back")
+        if content is None:
+            return
+        self._met[id(value)] = name, value, content
+        if isinstance(value, FunctionType):
+            self._names.update(names_of(value.__code__))
+        if has_attributes(value):
+            self._attributes.add(id(vars(value)))
+            yield name, vars(value)
+        if isinstance(content, dict):
+            skips = not self._reads_all and id(value) in self._attributes
+            items = content.items() if not skips else ((k, v) for k, v in content.items() if k in self._names)
+            yield from ((_joined(name, named(key)), inner) for key, inner in items)
 
     def _content(self, value: Any) -> Any:
         return used_by(value, self._methods) if isinstance(value, FunctionType) else content_of(value)
@@ -176,15 +208,40 @@ class _Host:
             if changed is not None:
                 yield _joined(name, changed), value, before
 
-    def require_unchanged(self) -> None:
+    def changed(self) -> str | None:
+        """Returns the name of something that changed and that the code may read, or None.
+
+        An attribute of an object counts if the code names it.
+        """
+        for ident, (name, value, before) in self._met.items():
+            now = self._content(value)
+            if isinstance(now, dict) and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+                continue
+            if ident in self._attributes:
+                now, before = ({k: v for k, v in one.items() if k in self._names} for one in (now, before))
+            if (changed := first_change(now, before)) is not None:
+                return _joined(name, changed)
+        return None
+
+    def require_unchanged(self, when: str = "forward pass") -> None:
+        """Raises `NotRecordableError` if something is not as it was."""
         for name, value, _ in self._changes():
             is_drawn = id(value) in self._generators
-            what = f"draws random numbers on the host ({name})" if is_drawn else f"changes {name} in each forward pass"
+            what = f"draws random numbers on the host ({name})" if is_drawn else f"changes {name} in each {when}"
             raise NotRecordableError(what)
 
     def put_back(self) -> None:
+        """Restores what can be written."""
         for _, value, before in self._changes():
             put_back(value, before)
+
+
+def _generators() -> dict[str, Any]:
+    """Returns the random generators of the host by name."""
+    found: dict[str, Any] = {"random": random._inst, "torch": torch.default_generator}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.mtrand._rand
+    return found
 
 
 def _joined(*names: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import io
@@ -13,7 +14,7 @@ from array import array
 from collections import OrderedDict, deque
 from contextlib import suppress
 from contextvars import ContextVar
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from amptune.runtime.graphs.model_state import FOREIGN, changed_keys, is_foreign
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["ITERATOR", "content_of", "has_attributes", "put_back", "used_by"]
+__all__ = ["ITERATOR", "content_of", "has_attributes", "names_of", "put_back", "used_by"]
 
 _VALUES = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes, ModuleType, io.IOBase)
 # Packages of Python whose objects hold what no forward pass computes with, or what other threads may change meanwhile.
@@ -31,6 +32,8 @@ _NOT_LOOKED_INTO = (
     *("logging", "re", "warnings", "_abc", "contextlib", "enum", "inspect", "typing"),
     *("threading", "queue", "concurrent", "multiprocessing", "asyncio"),
 )
+# What amptune holds of a training.
+_OWN = "amptune.runtime."
 # What a class has in common with its instances, and what makes attributes of them: code, not state.
 _CODE = (FunctionType, staticmethod, classmethod, property)
 _SMALL_BYTES = 1 << 16
@@ -43,7 +46,8 @@ def content_of(value: Any) -> Any:
 
     Attributes are in an object of their own, `vars(value)`. Functions have `used_by`.
     """
-    if isinstance(value, _VALUES) or type(value).__module__.partition(".")[0] in _NOT_LOOKED_INTO:
+    module = type(value).__module__
+    if isinstance(value, _VALUES) or module.partition(".")[0] in _NOT_LOOKED_INTO or module.startswith(_OWN):
         return None
     return _kind_of(value).read(value)
 
@@ -67,11 +71,25 @@ def used_by(function: FunctionType, methods: Mapping[str, Sequence[Any]]) -> dic
     if is_foreign(function):
         return None
     found = {name: space[place] for name, space, place in _names_in(function) if place in space}
-    for name in function.__code__.co_names:
+    for name in names_of(function.__code__):
         found |= {f"{name}/{place}": value for place, value in enumerate(methods.get(name, ()))}
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     defaults = (function.__defaults__, function.__kwdefaults__)
     return {**found, **{f"closure.{name}": cell for name, cell in cells}, "default arguments": defaults}
+
+
+@functools.cache
+def names_of(code: CodeType) -> dict[str, bool]:
+    """Returns the names in the code, and in that of functions within it: True for globals, False for attributes alone.
+
+    In the body of a class a name may be a global too, and a string may name an attribute.
+    """
+    texts = (one for one in code.co_consts if isinstance(one, str) and one.isidentifier())
+    found = dict.fromkeys((*code.co_names, *texts), False)
+    found |= {one.argval: True for one in dis.get_instructions(code) if one.opname.endswith(("_GLOBAL", "_NAME"))}
+    for inner in (names_of(one) for one in code.co_consts if isinstance(one, CodeType)):
+        found |= {name: is_global or found.get(name, False) for name, is_global in inner.items()}
+    return found
 
 
 def _names_in(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -80,14 +98,14 @@ def _names_in(function: FunctionType) -> Iterator[tuple[str, dict[str, Any], str
     There is none for the wrapper that a decorator of PyTorch or Python has made. A module that it names is looked into
     if it is of the same package, or not installed, such as a script's.
     """
-    known, names = function.__globals__, function.__code__.co_names
+    known, names = function.__globals__, names_of(function.__code__)
     if _is_library(known):
         return
     modules = ((f"{name}.", vars(known[name])) for name in names if isinstance(known.get(name), ModuleType))
     for prefix, space in (("", known), *modules):
         is_own = _package_of(space) == _package_of(known) or "-packages" not in (space.get("__file__") or "")
         if is_own and not _is_library(space):
-            yield from ((prefix + name, space, name) for name in names)
+            yield from ((prefix + name, space, name) for name, is_global in names.items() if is_global or prefix)
 
 
 def _package_of(namespace: Mapping[str, Any]) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
 __all__ = [
+    "COLLECTIVES",
+    "COPIES",
     "WAITS",
     "TensorWatch",
     "WaitMode",
@@ -30,8 +32,8 @@ __all__ = [
     "written",
 ]
 
-_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-_COPIES = ("_to_copy", "copy_", "copy")
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+COPIES = ("_to_copy", "copy_", "copy")
 WAITS = "waits for the device (.item(), .cpu(), or a tensor in an `if`)"
 
 
@@ -93,7 +95,7 @@ class TensorWatch(WaitMode):  # type: ignore[no-untyped-call]  # as above
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func.namespace in _COLLECTIVES:
+        if func.namespace in COLLECTIVES:
             raise NotRecordableError("exchanges tensors with other processes")
         if func.namespace == "aten" and func._opname == "lift_fresh":  # torch.tensor(1.0) within the pass
             self._known.update(map(place_of, given))
@@ -115,7 +117,7 @@ class TensorWatch(WaitMode):  # type: ignore[no-untyped-call]  # as above
         # a number (no dimensions) that was made in the pass is passed to the kernel as an argument
         if any(one.is_cuda for one in made) and any(not one.is_cuda and one.dim() > 0 for one in given):
             raise NotRecordableError("brings tensors from the host to the device")
-        if func._opname in _COPIES and any(one.is_cuda for one in given) and any(one.is_cpu for one in made):
+        if func._opname in COPIES and any(one.is_cuda for one in given) and any(one.is_cpu for one in made):
             raise NotRecordableError("brings tensors from the device to the host")
         if torch.cuda.current_stream() != self._stream:
             raise NotRecordableError("works on more than one stream")
@@ -138,11 +140,17 @@ def require_apart(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that an operation writes to in place."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    """Yields the tensors that an operation writes to in place.
+
+    Schemas of batch norm do not tell that it writes to its running statistics while it trains.
+    """
+    named = func._schema.arguments
+    given = {one.name: args[place] if place < len(args) else kwargs.get(one.name) for place, one in enumerate(named)}
+    trains = any(given.get(name) for name in ("train", "training", "use_input_stats"))
+    for one in named:
+        is_written = one.alias_info is not None and one.alias_info.is_write
+        if is_written or (trains and one.name in ("running_mean", "running_var")):
+            yield from (leaf for leaf in tree_leaves(given[one.name]) if isinstance(leaf, torch.Tensor))
 
 
 def sources_among(outputs: Sequence[torch.Tensor]) -> set[int]:
