@@ -22,7 +22,8 @@ class Evidence(TypedDict, total=False):
     """Figures measured in the final comparison; times in ms, memory in MiB, energy in J, rates per second.
 
     `baseline`, `amp_recipe` and the `finalists` hold the same figures for other policies, or their failure.
-    `launches` is how many process launches the speed-up rests on. `parity` is how far training is from that in
+    `launches` is how many process launches the speed-up rests on. `plain_loop` is the speed-up of a loop that does not
+    train by `tuned.training_step`, if the policy records whole steps. `parity` is how far training is from that in
     FP32: the first steps, and what the numerics gate saw; `ablation` what each setting buys, as the speed with it
     over the speed without; `end_to_end`, in older files, what a training loop reached. `tuned_on` is UTC, ISO 8601.
 
@@ -55,6 +56,7 @@ class Evidence(TypedDict, total=False):
     gain: float
     gain_ci95: list[float]
     launches: int
+    plain_loop: dict[str, Any]
     parity: dict[str, Any]
     ablation: dict[str, Any]
     end_to_end: dict[str, Any]

@@ -28,4 +28,7 @@ def _next(decision: Decision, output: str, training: str) -> str:
         return f"{written}; " + (
             "run again to make it surer" if decision.provisional else "nothing to change in training"
         )
-    return f"{written}. In training: {training}" + ("; run again to make it surer" if decision.provisional else "")
+    call = "; train by tuned.training_step, which it records" if decision.policy.cuda_graphs == "step" else ""
+    return f"{written}. In training: {training}{call}" + (
+        "; run again to make it surer" if decision.provisional else ""
+    )

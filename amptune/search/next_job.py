@@ -314,7 +314,7 @@ def _is_broken(policy: Policy, state: State) -> bool:
     """Returns True if its graphs cannot be made here: all that were compiled or recorded alike were not supported."""
     trials = state.history.trials
     alike = [one for one in trials if policy.compile != "off" and one.policy.compile == policy.compile]
-    recorded = [one for one in trials if policy.cuda_graphs and one.policy.cuda_graphs]
+    recorded = [one for one in trials if policy.cuda_graphs and one.policy.cuda_graphs == policy.cuda_graphs]
     return any(some and all(map(_is_unsupported, some)) for some in (alike, recorded))
 
 

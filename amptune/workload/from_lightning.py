@@ -40,6 +40,7 @@ def parts_of_lightning(module: Any, loader: Any, batch_size: int | None) -> dict
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise TargetError(f"{type(module).__name__}.training_step(dataloader_iter) draws its batches itself")
     return {
+        "own_loop": False,
         "model": CopiedModel(module),
         **LoaderBatches(_loader_of(module if loader is None else loader), batch_size).parts,
         "loss": TrainingStep(),

@@ -50,6 +50,7 @@ def parts_of_trainer(trainer: Any) -> dict[str, Any]:
         raise TargetError("the Trainer has no train_dataset: there is nothing to train on")
     copied = CopiedTrainer(trainer)
     return {
+        "own_loop": False,
         "model": copied,
         "batch": copied.batch,
         "loader": copied.loader,

@@ -39,6 +39,8 @@ class Workload:
       DistributedDataParallel. It shards `model` in place and returns it, as `fully_shard` does: `loss` and `step` then
       get `tuned.model`. Or it returns a wrapper of `tuned.model`, which they get. `optimizer` is called afterwards,
       with `tuned.model` in either case.
+    - `own_loop` is False where a framework's loop calls the model, which cannot train by `tuned.training_step`: then no
+      policy that needs that is tried.
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
       difference between a policy's number and FP32's after a short training; it joins the limits of the numerics gate.
     """
@@ -56,6 +58,7 @@ class Workload:
     batch_dim: int = 0
     accumulate: int = 1
     clip: float | None = None
+    own_loop: bool = True
     name: str | None = None
 
     def __post_init__(self) -> None:

@@ -62,10 +62,13 @@ def test_the_answer_is_three_lines_and_verbose_has_the_tables_and_all_findings(f
     few = ("--budget", "60s", "--trials", "4", "--no-compile")
     done = run(*TUNE, *few, folder=folder, evaluator=Machine())
     found, sure, next_step = done.stdout.splitlines()
-    policy = "fp16, channels_last, CUDA graphs, fused optimizer"
+    policy = "fp16, channels_last, CUDA graphs of whole steps, fused optimizer"
     assert re.fullmatch(rf"{policy}: 2\.55× \[2\.\d\d, 2\.\d\d\] the speed of the baseline", found)
     assert re.fullmatch(r"confirmed, over 99\.9 % sure: \d+ measurements in \d+ processes, 4 trials, \d+ s", sure)
-    assert next_step == 'policy written to policy.yaml. In training: amptune.apply("policy.yaml", model)'
+    assert next_step == (
+        'policy written to policy.yaml. In training: amptune.apply("policy.yaml", model); train by '
+        "tuned.training_step, which it records"
+    )
     verbose = run(*TUNE, *few, "-v", "--study", "other", folder=folder, evaluator=Machine())
     assert ("ms/step" in done.stdout, "ms/step" in verbose.stdout) == (False, True)
     assert verbose.stderr.count("\n• ") > done.stderr.count("\n• ")

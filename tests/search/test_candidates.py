@@ -111,7 +111,7 @@ def test_what_is_allowed_runs_together_and_a_pin_leaves_what_has_its_value(
             "recipe",
             {Policy(weights="half")},
         ),
-        ("hopper", {}, {}, "cuda_graphs", {False, True}),
+        ("hopper", {}, {}, "cuda_graphs", {False, True, "step"}),
         ("hopper", {}, {"devices": 2}, "cuda_graphs", {False}),
         ("hopper", {}, {"of_model": (("fusable", False),)}, "fused_optimizer", {False}),
     ],
@@ -226,22 +226,23 @@ def test_each_start_stands_once_is_allowed_and_matters_and_what_everybody_tries_
 def test_tensor_cores_get_both_graphs_of_one_dtype_first_whatever_the_model_reads(
     space: str, model: dict[str, Any], layout: str | None
 ) -> None:
-    """Then a recording, which needs no compiler. One line of a space is for pictures, videos and text alike."""
+    """Then recordings, which need no compiler: of whole steps, and of passes. One line of a space is for pictures, videos and text alike."""
     half = "fp16" if space in ("volta", "turing") else "bf16"
     plain = Policy(autocast=half, memory_format=layout or "contiguous", fused_optimizer=True)  # type: ignore[arg-type]
     graphs = [replace(plain, compile=mode) for mode in ("reduce-overhead", "default")]
-    assert starts(space, **model)[:3] == (*graphs, replace(plain, cuda_graphs=True))
+    recorded = [replace(plain, cuda_graphs=what) for what in ("step", True)]
+    assert starts(space, **model)[:4] == (*graphs, *recorded)
+    assert starts(space, **model, own_loop=False)[:3] == (*graphs, recorded[1])
     assert plain in starts(space, **model)
 
 
 def test_blocks_come_behind_both_whole_graphs_and_the_other_dtype_behind_them() -> None:
     compiled = [policy for policy in starts("hopper", **TEXT, repeated_leaves=4) if policy.compile != "off"]
-    assert [(policy.autocast, policy.compile) for policy in compiled[:5]] == [
+    assert [(policy.autocast, policy.compile) for policy in compiled[:4]] == [
         ("bf16", "reduce-overhead"),
         ("bf16", "default"),
         ("bf16", "blocks"),
         ("fp16", "reduce-overhead"),
-        ("fp16", "default"),
     ]
 
 

@@ -90,7 +90,7 @@ def test_what_a_generation_cannot_do_is_not_tried_on_it(name: str) -> None:
         assert {point["autocast"] for point in allowed(name)} == {"off"}, "its convolutions give NaN"
     assert space.architecture == re.sub("-(6.0|6.1|bf16)$", "", name)
     assert (len(space.choices("compile")) > 1) == all(number >= (7, 0) for number in numbers)
-    assert space.choices("cuda_graphs") == ((False, True) if numbers else ())
+    assert space.choices("cuda_graphs") == ((False, True, "step") if numbers else ())
     if numbers:
         assert ("bf16" in space.choices("autocast")) == all(ability.bf16 for ability in abilities)
         assert ("tf32" in space.choices("fp32_math")) == all(ability.tf32 for ability in abilities)
@@ -159,7 +159,7 @@ def test_a_space_that_extends_another_says_only_what_is_its_own(tmp_path: Path) 
     assert less.try_first == tuple(point for point in hopper.try_first if point["autocast"] != "fp16")
     more = extending("hopper", "knobs: {weights: [fp32, half]}\ntry_first: [{weights: half}]", tmp_path)
     assert [point["weights"] for point in more.try_first] == ["half"]
-    forbidding = extending("hopper", "forbid: [{when: {cuda_graphs: true}, because: measured here}]", tmp_path)
+    forbidding = extending("hopper", "forbid: [{when: {cuda_graphs: [true, step]}, because: measured here}]", tmp_path)
     assert forbidding.try_first == tuple(point for point in hopper.try_first if point["cuda_graphs"] is False)
     assert 0 < len(forbidding.try_first) < len(hopper.try_first)
     (tmp_path / "base").mkdir()
@@ -171,7 +171,7 @@ def test_a_rule_replaces_that_of_the_extended_space_with_the_same_condition_or_i
     hopper = bundled("hopper")
     rules = f"""forbid:
   - {{when: {{cudnn_benchmark: true}}, because: measured here}}
-  - {{when: {{cuda_graphs: true, compile: [{", ".join(map(str, hopper.forbid[0].when[1][1]))}]}}, because: ours}}"""
+  - {{when: {{cuda_graphs: [true, step], compile: [{", ".join(map(str, hopper.forbid[0].when[1][1]))}]}}, because: ours}}"""
     mine = extending("hopper", rules, tmp_path)
     assert [rule.because for rule in mine.forbid[:1] + mine.forbid[-1:]] == ["ours", "measured here"]
     assert mine.forbid[1:-1] == hopper.forbid[1:]

@@ -83,6 +83,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         tolerance=bench.workload.evaluate_tolerance,
         fusable=fusable,
         own_step=bench.workload.step is not None,
+        own_loop=bench.workload.own_loop,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
         blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),

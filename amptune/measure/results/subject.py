@@ -48,7 +48,8 @@ class Subject:
 
     `convolution_dims` are the numbers of spatial dimensions of its convolutions. `root_types` are the names of the
     model's class and base classes. `tolerance` is the allowed distance of `evaluate` from its value in FP32. `fusable`
-    tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step.
+    tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step, `own_loop`
+    if training can call `tuned.training_step`.
     `accumulate` is the number of batches for one optimizer step in training today. `repeated_leaves` counts the
     leaves of blocks that equal another, which a compiler of blocks need not compile again; `blocks` are the paths of
     such blocks, in order, that can compute their activations again. `wide_linears` are the paths of the Linears for
@@ -69,6 +70,7 @@ class Subject:
     tolerance: float | None = None
     fusable: bool = True
     own_step: bool = False
+    own_loop: bool = True
     accumulate: int = 1
     repeated_leaves: int = 0
     blocks: tuple[str, ...] = ()

@@ -47,18 +47,20 @@ CUDA_GRAPHS = Knob(
     values=(*TRUTH, "step"),
     conflict=_conflict,
     numerics="none",
+    matters=lambda value, subject: value != "step" or subject.own_loop,
     idle=_idle,
     words={True: "CUDA graphs", "step": "CUDA graphs of whole steps"},
     risks={
         True: "A replay runs no Python: what forward() does besides computing happens at recordings alone. "
         "amptune compares replays with the model now and then, and ends a recording that differs.",
-        "step": "A replay runs no Python: what forward(), the loss and the optimizer do besides computing happens at "
-        "recordings alone. amptune compares losses and gradients with the model's now and then, and ends a recording "
-        "that differs.",
+        "step": "A replay runs no Python. What a step does to the host is looked for before it is recorded, and a step "
+        "that does is not. amptune compares replays with the step itself now and then, and ends a recording that "
+        "differs.",
     },
     sentences={
         True: "cuda_graphs true: training passes are recorded once for each shape and replayed; keep shapes constant.",
-        "step": "cuda_graphs step: forward, loss, backward and update are recorded once for each shape and replayed if "
-        "the loop trains by tuned.training_step; keep shapes constant, and fuse the optimizer.",
+        "step": "cuda_graphs step: the whole training step is recorded once for each shape and replayed, if the loop "
+        "trains by tuned.training_step(loss, optimizer), or with a step of its own by "
+        "tuned.training_step(step=step, optimizer=optimizers); keep shapes constant, and fuse optimizers.",
     },
 )

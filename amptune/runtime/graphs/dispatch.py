@@ -45,6 +45,8 @@ _all: weakref.WeakSet[Told] = weakref.WeakSet()
 class Told:
     """Recordings of what messages call `name`; it runs as `otherwise` says once they end, and `say` is told why."""
 
+    never = "its training never calls the model with tensors on the GPU"
+
     def __init__(self, name: str, otherwise: str, say: Callable[[Finding], None]) -> None:
         self.name, self.otherwise, self.say = name, otherwise, say
         self.why_not: Finding | None = None
@@ -90,7 +92,7 @@ class Told:
         """Raises `PolicyApplyError` with the reason if nothing was recorded although training is under way."""
         if len(self):
             return
-        never = "its training never calls the model with tensors on the GPU, and so nothing is recorded as a CUDA graph"
+        never = f"{self.never}, and so nothing is recorded as a CUDA graph"
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
 
 

@@ -301,6 +301,8 @@ class StepRecordings(Told):
     cannot begin. `made` counts recordings, `calls` replays.
     """
 
+    never = "no step of its training came often enough under the same conditions"
+
     def __init__(
         self,
         subject: Subject,

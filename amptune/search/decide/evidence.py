@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from amptune.search.table.contenders import Contender
 from amptune.search.table.objective import Objective
 from amptune.search.table.ratio import Ratio
 from amptune.search.table.row import Row
+from amptune.search.table.verdict import Verdict
 
 __all__ = ["evidence_of", "labels_of", "parity_of"]
 
@@ -58,6 +60,7 @@ def evidence_of(
         "baseline": _figures(baseline) | ({"trial": baseline.axes} if baseline in found.points else {}),
         "amp_recipe": found.amp_recipe and _figures(found.amp_recipe),
         **_own_figures(verdict.winner),
+        "plain_loop": _of_plain_loop(verdict),
         **_of_objective(found),
         "parity": {**parity, **_of_the_gate(found.judgements.known(verdict.winner.policy))},
         "finalists": [_figures(contender) for contender in found.finalists],
@@ -73,6 +76,16 @@ def evidence_of(
     }
     known = {key: evidence[key] for key in Evidence.__annotations__ if evidence.get(key) is not None}
     return cast("Evidence", known)
+
+
+def _of_plain_loop(verdict: Verdict) -> dict[str, Any] | None:
+    """Returns what a loop gets that does not train by `tuned.training_step`, if the winner needs that, and if known."""
+    policy = verdict.winner.policy
+    if policy.cuda_graphs != "step":
+        return None
+    others = (verdict.contender_of(replace(policy, cuda_graphs=graphs)) for graphs in (True, False))
+    known = next((one.vs_baseline for one in others if one is not None and one.vs_baseline is not None), None)
+    return known and {"speedup": _digits(known.value), "speedup_ci95": _interval(known)}
 
 
 def _of_objective(found: Conclusion) -> dict[str, Any]:

@@ -191,12 +191,13 @@ def _level_with_the_best(contenders: Sequence[Contender], scores: Estimates, spe
     return confirmed or level
 
 
-def _simplest(one: Contender) -> tuple[int, bool, bool, float]:
+def _simplest(one: Contender) -> tuple[int, int, bool, float]:
     """The sort key of policies that are level.
 
     Of equally simple ones, those come first whose graphs PyTorch guards at each step, then what the loop has timed.
     """
-    return departure_count(one.policy), bool(one.policy.cuda_graphs), not one.in_loop, -one.merit
+    graphs = (False, True, "step").index(one.policy.cuda_graphs)  # the last needs another loop
+    return departure_count(one.policy), graphs, not one.in_loop, -one.merit
 
 
 def _why(one: Contender, verdict: Verdict, bar: Bar) -> str:

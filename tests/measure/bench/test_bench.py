@@ -52,7 +52,7 @@ PIECES: dict[str, Callable[[], nn.Module]] = {
     "buffers": Growing,
 }
 OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
-    lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9),
+    lambda weights: torch.optim.SGD(weights, lr=1e-5, momentum=0.9),
     lambda weights: torch.optim.Adam(weights, lr=1e-3),
 )
 HALF = Policy(weights="half", keep_batchnorm_fp32=True)

@@ -92,7 +92,8 @@ def test_a_graph_break_is_told() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_model_that_is_compiled_again_and_again_is_told_of() -> None:
-    bench = Bench(workload_of(growing()), CPU)
+    slow = lambda model: torch.optim.SGD(model.parameters(), lr=1e-5)  # noqa: E731
+    bench = Bench(workload_of(growing(), optimizer=slow), CPU)
     outcome = bench.measure(COMPILED, Effort(warmup_s=0.2, measure_s=0.1))
     assert not isinstance(outcome, Failure)
     assert bench._compilations.graphs > 5  # until PyTorch gives it up, and runs it uncompiled

@@ -36,9 +36,10 @@ class Net(nn.Module):
         return found
 
 
-def batch(number: int) -> tuple[Tensor, Tensor]:
+def batch(number: int, device: torch.device = torch.device("cpu")) -> tuple[Tensor, Tensor]:  # noqa: B008  # a value
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 1, generator=generator)
+    x, y = (torch.randn(8, size, generator=generator) for size in (6, 1))
+    return x.to(device), y.to(device)
 
 
 def adams(model: Net) -> tuple[torch.optim.Optimizer, ...]:
@@ -123,7 +124,7 @@ def average_that_is_replaced(run: Any) -> tuple[Step, Between]:
 def slow_copy(run: Any) -> tuple[Step, Between]:
     """A target network, which another module is."""
     torch.manual_seed(1)
-    target = Net().requires_grad_(requires_grad=False)
+    target = Net().to(run.device).requires_grad_(requires_grad=False)
 
     def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
         aim = data[1] + 0.5 * target(data[0])
@@ -187,7 +188,7 @@ def number_that_the_loop_changes_each_time(_: Any) -> tuple[Step, Between]:
 
 
 def tensor_that_the_loop_writes(run: Any) -> tuple[Step, Between]:
-    weight = torch.ones(())
+    weight = torch.ones((), device=run.device)
 
     def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
         return {"loss": trained(tuned, model, optimizers, data, weight)}
@@ -247,8 +248,8 @@ def random_on_the_host(_: Any) -> tuple[Step, Between]:
     return lambda *given: {"loss": trained(*given, random.uniform(0.5, 1.5))}, lambda n: random.seed(n)
 
 
-def drawn_batches(_: Any) -> tuple[Step, Between]:
-    more = (batch(100 + number) for number in range(1000))
+def drawn_batches(run: Any) -> tuple[Step, Between]:
+    more = (batch(100 + number, run.device) for number in range(1000))
 
     def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
         trained(tuned, model, optimizers, next(more))
@@ -257,13 +258,13 @@ def drawn_batches(_: Any) -> tuple[Step, Between]:
     return step, nothing
 
 
-def ring(_: Any) -> tuple[Step, Between]:
+def ring(run: Any) -> tuple[Step, Between]:
     """A replay buffer, with its place on the device."""
-    kept, place = torch.zeros(32, 7), torch.zeros((), dtype=torch.long)
+    kept, place = torch.zeros(32, 7, device=run.device), torch.zeros((), dtype=torch.long, device=run.device)
 
     def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
         with torch.no_grad():
-            kept.index_copy_(0, (place + torch.arange(8)) % 32, torch.cat(data, 1))
+            kept.index_copy_(0, (place + torch.arange(8, device=run.device)) % 32, torch.cat(data, 1))
             place.add_(8).remainder_(32)
         x, y = kept.split([6, 1], 1)
         return {"loss": trained(tuned, model, optimizers, (x, y)), "place": place}
@@ -271,8 +272,8 @@ def ring(_: Any) -> tuple[Step, Between]:
     return step, nothing
 
 
-def ring_by_a_number(_: Any) -> tuple[Step, Between]:
-    kept, place = torch.zeros(32, 7), {"at": 0}
+def ring_by_a_number(run: Any) -> tuple[Step, Between]:
+    kept, place = torch.zeros(32, 7, device=run.device), {"at": 0}
 
     def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
         kept[place["at"] : place["at"] + 8] = torch.cat(data, 1)
@@ -387,7 +388,7 @@ def evaluates(run: Any) -> tuple[Step, Between]:
     def between(number: int) -> None:
         run.model.eval()
         with torch.no_grad():
-            run.model(batch(number)[0])
+            run.model(batch(number, run.device)[0])
         run.model.train()
 
     return lambda *given: {"loss": trained(*given)}, between
