@@ -278,28 +278,24 @@ def device_or_default(device: str | None) -> str:
 
 
 def step_under(policy: Policy, workload: Workload, device: str) -> Callable[[], torch.Tensor]:
-    """Returns one step of the README's loop under a policy."""
+    """Returns one step of the README's loop under a policy: the one call."""
     import amptune
 
     model = workload.model().to(device)
     tuned = amptune.apply(policy, model, guard=False)
-    optimizer = tuned.optimizer(workload.optimizer(model))
+    train, _ = one_call(tuned, workload, model)
     seed_all()
     fresh = batches(workload, device)
+    return lambda: train(next(fresh))
 
-    def step() -> torch.Tensor:
-        batch = next(fresh)
-        if workload.step is not None:
-            return workload.step(tuned, tuned.model, optimizer, batch)
-        optimizer.zero_grad()
-        with tuned.autocast():
-            loss = workload.loss(tuned.model, tuned.batch(batch))  # type: ignore[misc]  # there is one without a step
-        tuned.scaler.scale(loss).backward()
-        tuned.scaler.step(optimizer)
-        tuned.scaler.update()
-        return loss
 
-    return step
+def one_call(tuned: Any, workload: Workload, model: torch.nn.Module) -> tuple[Callable[[Any], Any], Sequence[Any]]:
+    """Returns the call that trains on a batch, and its optimizers."""
+    built = workload.optimizer(model)
+    optimizers = [*map(tuned.optimizer, built if isinstance(built, tuple | list) else [built])]
+    if workload.loss is not None:
+        return tuned.training_step(workload.loss, optimizers[0], workload.clip), optimizers
+    return tuned.training_step(step=workload.step, optimizer=built), optimizers
 
 
 def step_of_autotune(config: Mapping[str, Any], workload: Workload, device: str) -> Callable[[], torch.Tensor]:

@@ -12,12 +12,13 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from amptune.changes.blocks import holds_compiled
 from amptune.policy.findings import Finding
@@ -355,6 +356,7 @@ class StepRecordings(Told):
         given = self._arguments(batch) if self._may_replay() else None
         if given is None:
             return step(batch)
+        step = partial(_without_graph, step)  # as of replays; and what holds it binds gradients to the stream of then
         try:
             found = self._found_for(given, part, step)
         except Exception as error:  # noqa: BLE001  # the user's code may raise anything: it will in the step itself too
@@ -556,6 +558,10 @@ class WholeStep:
     def _say(self, finding: Finding) -> None:
         self.findings.append(finding)
         self._passes.say(finding)
+
+
+def _without_graph(step: Callable[[Any], Any], batch: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, step(batch))
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
