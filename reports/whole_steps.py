@@ -4,7 +4,8 @@
 
 Each trains twice by `tuned.training_step`, recorded and not, from one seed and on the same batches, with deterministic
 kernels: 50 steps in IEEE FP32, after which all weights, buffers and states of optimizers are compared, and 2,000 steps
-in bf16, or as many as the unrecorded one takes in 40 s, of which all losses are. Appends a line to FILE as each model is done, and leaves out what stands there.
+in bf16, or as many as the unrecorded one takes in 40 s, of which all losses are. Appends a line to FILE as each model
+is done, and leaves out what stands there.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from amptune.policy.policy_file import PolicyFile
     from amptune.runtime.class_swap import Change
     from amptune.runtime.graphs.graphed_model import GraphedModel
-    from amptune.runtime.graphs.recorded_step import WholeStep
+    from amptune.runtime.graphs.whole_step import WholeStep
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.module_precision import Selected
 
@@ -290,7 +290,7 @@ def _graphed(model: nn.Module, steps: WayBack) -> GraphedModel:
 
 
 def _whole_step(graphed: GraphedModel, steps: WayBack) -> WholeStep:
-    from amptune.runtime.graphs.recorded_step import WholeStep  # as above
+    from amptune.runtime.graphs.whole_step import WholeStep  # as above
 
     steps.add((whole_step := WholeStep(graphed.recordings)).end)
     return whole_step

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from amptune.runtime.claim_watch import ClaimWatch
     from amptune.runtime.graphs.dispatch import Recordings
     from amptune.runtime.graphs.graphed_model import GraphedModel
-    from amptune.runtime.graphs.recorded_step import StepRecordings, WholeStep
+    from amptune.runtime.graphs.step_recordings import StepRecordings
+    from amptune.runtime.graphs.whole_step import WholeStep
     from amptune.runtime.guard.guard import Guard
     from amptune.runtime.guard.step_watch import StepWatch
     from amptune.runtime.ranks import Ranks

@@ -226,7 +226,7 @@ def test_each_start_stands_once_is_allowed_and_matters_and_what_everybody_tries_
 def test_tensor_cores_get_both_graphs_of_one_dtype_first_whatever_the_model_reads(
     space: str, model: dict[str, Any], layout: str | None
 ) -> None:
-    """Then recordings, which need no compiler: of whole steps, and of passes. One line of a space is for pictures, videos and text alike."""
+    """Then recordings, which need no compiler: of whole steps, and of passes. One line is for all kinds of models."""
     half = "fp16" if space in ("volta", "turing") else "bf16"
     plain = Policy(autocast=half, memory_format=layout or "contiguous", fused_optimizer=True)  # type: ignore[arg-type]
     graphs = [replace(plain, compile=mode) for mode in ("reduce-overhead", "default")]

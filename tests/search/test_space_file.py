@@ -169,9 +169,10 @@ def test_a_space_that_extends_another_says_only_what_is_its_own(tmp_path: Path) 
 
 def test_a_rule_replaces_that_of_the_extended_space_with_the_same_condition_or_is_added(tmp_path: Path) -> None:
     hopper = bundled("hopper")
+    modes = ", ".join(map(str, hopper.forbid[0].when[1][1]))
     rules = f"""forbid:
   - {{when: {{cudnn_benchmark: true}}, because: measured here}}
-  - {{when: {{cuda_graphs: [true, step], compile: [{", ".join(map(str, hopper.forbid[0].when[1][1]))}]}}, because: ours}}"""
+  - {{when: {{cuda_graphs: [true, step], compile: [{modes}]}}, because: ours}}"""
     mine = extending("hopper", rules, tmp_path)
     assert [rule.because for rule in mine.forbid[:1] + mine.forbid[-1:]] == ["ours", "measured here"]
     assert mine.forbid[1:-1] == hopper.forbid[1:]

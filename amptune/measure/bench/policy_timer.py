@@ -24,7 +24,7 @@ from amptune.measure.bench.stillness import Stillness
 from amptune.measure.results.outcome import Effort, Measurement
 from amptune.policy.settings import Policy
 from amptune.runtime.graphs.dispatch import Recordings
-from amptune.runtime.graphs.recorded_step import StepRecordings
+from amptune.runtime.graphs.step_recordings import StepRecordings
 from amptune.runtime.tuned import Tuned
 from amptune.workload.workload import Workload
 

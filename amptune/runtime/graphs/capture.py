@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from amptune.runtime.graphs.recorder import Recorder
     from amptune.runtime.graphs.signature import PassKind
 
-__all__ = ["Recording", "UnusualError"]
+__all__ = ["Recording", "UnusualError", "like"]
 
 
 # A recording is given up once so many waits for the device had another result, which the model then computed itself, if
@@ -67,7 +67,7 @@ class Recording:
         self.kind, self.model = kind, model
         self.own = kind.caller(model, inputs[0].device.type)
         self.calls = self._surprises = 0
-        self.inputs = [_like(tensor) for tensor in inputs]
+        self.inputs = [like(tensor) for tensor in inputs]
         self.of_outputs = of_outputs
         self.last: Callable[[], Any] = lambda: None  # the last replay, as long as the loop may come back to it
         self.doubt: Difference | None = None  # that the next comparison is to settle
@@ -130,7 +130,7 @@ class Recording:
         self, outputs: Sequence[torch.Tensor], edges: Callable[..., Any], weights: Sequence[nn.Parameter]
     ) -> None:
         ends = self._ends(outputs)
-        self.of_outputs = {place: torch.zeros_like(one) for place, one in ends.items()}
+        self.of_outputs = {place: torch.zeroslike(one) for place, one in ends.items()}
         starts, points = list(self.of_outputs.values()), edges([*ends.values()])
         found, self._backward = self.by.record(
             lambda: torch.autograd.grad([*ends.values()], points, starts, allow_unused=True)
@@ -222,7 +222,7 @@ class Recording:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns copies of the gradients of `weights`, as the next replay overwrites them; half ones are cast."""
-        copies = [torch.empty_like(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
+        copies = [torch.emptylike(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
         for places in self._alike:
             torch._foreach_copy_([copies[place] for place in places], [self._gradients[place] for place in places])
         return copies
@@ -233,7 +233,7 @@ class Recording:
 
 
 def _gradient_for(output: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    return known if (known.shape, known.dtype) == (output.shape, output.dtype) else torch.ones_like(output)
+    return known if (known.shape, known.dtype) == (output.shape, output.dtype) else torch.oneslike(output)
 
 
 def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:
@@ -241,7 +241,7 @@ def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:
     return torch.promote_types(own.dtype, gradient.dtype)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def like(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy with the same strides; an expanded tensor is expanded in the copy too."""
     plain = without_repeats(tensor.detach())
     own = torch.empty_strided(plain.shape, plain.stride(), dtype=plain.dtype, device=plain.device)

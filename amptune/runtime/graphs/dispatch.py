@@ -39,10 +39,10 @@ MOST_SEEN = 8
 # row that came before WORTH_IT replays.
 MOST_WASTED, WORTH_IT = 5, 20
 _NOTHING = object()
-_all: weakref.WeakSet[Told] = weakref.WeakSet()
+_all: weakref.WeakSet[NamedRecordings] = weakref.WeakSet()
 
 
-class Told:
+class NamedRecordings:
     """Recordings of what messages call `name`; it runs as `otherwise` says once they end, and `say` is told why."""
 
     never = "its training never calls the model with tensors on the GPU"
@@ -96,7 +96,7 @@ class Told:
         raise PolicyApplyError(never if self.why_not is None else self.why_not.message) from self._out_of_memory
 
 
-class Recordings(Told):
+class Recordings(NamedRecordings):
     """The recorded passes of one model.
 
     A kind of pass is recorded when it comes for the second time. The first time the model runs itself: this may set up

@@ -15,16 +15,16 @@ from amptune.runtime.graphs.tensor_use import COLLECTIVES, COPIES, WAITS, place_
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["StepWatch", "Values", "differences", "whole"]
+__all__ = ["MemoryWatch", "SavedValues", "differences", "whole"]
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 # Tensors are compared in groups of about so many numbers, which bounds the memory that a comparison needs.
 _GROUP = 1 << 26
-# Values that differ by so many units in the last place, beside what a step changes them by, are rounded otherwise.
+# SavedValues that differ by so many units in the last place, beside what a step changes them by, are rounded otherwise.
 _UNITS = 16.0
 
 
-class StepWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
+class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has not typed it
     """A mode that notes which tensors a step reads and writes of those that were there before it.
 
     `read` and `written` hold them by their place in memory; each is kept alive. `gradients` lie elsewhere in each step,
@@ -113,7 +113,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return plain.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
 
 
-class Values:
+class SavedValues:
     """The values of tensors and the state of a GPU's random generator, to be put back."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -140,7 +140,7 @@ def differences(
 ) -> dict[str, float]:
     """Returns |own - other| / |own - before| (2-norms, FP32) for each name under which they differ.
 
-    What was there `before` counts by its rounding error too. Values that are not finite must be so in the same places.
+    What was there `before` counts by its rounding error too. SavedValues that are not finite must be so in the same places.
     """
     found: dict[str, float] = {}
     for names in _groups(own):

@@ -85,7 +85,7 @@ def _of_plain_loop(verdict: Verdict) -> dict[str, Any] | None:
         return None
     others = (verdict.contender_of(replace(policy, cuda_graphs=graphs)) for graphs in (True, False))
     known = next((one.vs_baseline for one in others if one is not None and one.vs_baseline is not None), None)
-    return known and {"speedup": _digits(known.value), "speedup_ci95": _interval(known)}
+    return None if known is None else {"speedup": _digits(known.value), "speedup_ci95": _interval(known)}
 
 
 def _of_objective(found: Conclusion) -> dict[str, Any]:

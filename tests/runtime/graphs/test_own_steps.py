@@ -17,8 +17,8 @@ from taped import TapeRecorder
 from amptune.errors import PolicyApplyError
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import apply
-from amptune.runtime.graphs import recorded_step
-from amptune.runtime.graphs.recorded_step import FIRST_COMPARED, GAP, StepRecordings
+from amptune.runtime.graphs import step_recording
+from amptune.runtime.graphs.step_recordings import FIRST_COMPARED, GAP, StepRecordings
 from amptune.runtime.tuned import Tuned
 
 STEPS = 40
@@ -143,7 +143,7 @@ def test_a_comparison_without_memory_ends_the_recording_with_nothing_lost(monkey
     def none(*_: Any) -> Any:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(recorded_step, "differences", none)
+    monkeypatch.setattr(step_recording, "differences", none)
     run.go(8)
     plain.go(16)
     run.require_same(plain)
