@@ -115,7 +115,7 @@ def test_the_documented_training_loop_trains_under_every_dtype(autocast: str) ->
     model = small_model()
     before = [weight.detach().clone() for weight in model.parameters()]
     (loop,) = [code for _, code in blocks(REPOSITORY / "docs" / "training-loop.md", "python") if "enumerate" in code]
-    exec(loop, names() | {"model": model})  # noqa: S102  # our own page
+    exec(loop, names() | {"model": model, "tuned": amptune.apply("policy.yaml", model)})  # noqa: S102  # our own page
     assert not all(map(torch.equal, before, model.parameters()))
 
 

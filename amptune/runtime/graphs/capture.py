@@ -130,7 +130,7 @@ class Recording:
         self, outputs: Sequence[torch.Tensor], edges: Callable[..., Any], weights: Sequence[nn.Parameter]
     ) -> None:
         ends = self._ends(outputs)
-        self.of_outputs = {place: torch.zeroslike(one) for place, one in ends.items()}
+        self.of_outputs = {place: torch.zeros_like(one) for place, one in ends.items()}
         starts, points = list(self.of_outputs.values()), edges([*ends.values()])
         found, self._backward = self.by.record(
             lambda: torch.autograd.grad([*ends.values()], points, starts, allow_unused=True)
@@ -222,7 +222,7 @@ class Recording:
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns copies of the gradients of `weights`, as the next replay overwrites them; half ones are cast."""
-        copies = [torch.emptylike(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
+        copies = [torch.empty_like(one, dtype=dtype) for one, dtype in zip(self._gradients, self._dtypes, strict=True)]
         for places in self._alike:
             torch._foreach_copy_([copies[place] for place in places], [self._gradients[place] for place in places])
         return copies
@@ -233,7 +233,7 @@ class Recording:
 
 
 def _gradient_for(output: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    return known if (known.shape, known.dtype) == (output.shape, output.dtype) else torch.oneslike(output)
+    return known if (known.shape, known.dtype) == (output.shape, output.dtype) else torch.ones_like(output)
 
 
 def _widest_of(own: torch.Tensor, gradient: torch.Tensor) -> torch.dtype:

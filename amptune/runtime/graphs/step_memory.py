@@ -140,7 +140,7 @@ def differences(
 ) -> dict[str, float]:
     """Returns |own - other| / |own - before| (2-norms, FP32) for each name under which they differ.
 
-    What was there `before` counts by its rounding error too. SavedValues that are not finite must be so in the same places.
+    What was there `before` counts by its rounding error too. What is not finite must be so in the same places.
     """
     found: dict[str, float] = {}
     for names in _groups(own):

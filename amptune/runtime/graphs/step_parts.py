@@ -1,4 +1,4 @@
-"""What a training step is made of: its code, models and optimizers; and what must be the same for a recording to fit."""
+"""What a training step is made of, its code, models and optimizers, and what must be the same for a recording."""
 
 from __future__ import annotations
 
