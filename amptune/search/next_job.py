@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 
 from amptune.measure.results.outcome import Failure, Measurement
@@ -123,6 +124,8 @@ def _start(state: State, at: Durations) -> Job | None:
     for policy in state.candidates.starts:
         if _is_in_background(policy, state) or not state.is_free(policy) or _is_broken(policy, state):
             continue
+        if whole_step_of(policy) in state.scores:  # recorded passes are a part of it
+            continue
         if policy in state.candidates.amp_recipes or not _is_behind(policy, state):
             job = _trial(policy, state, at)
             if job is not None:
@@ -175,6 +178,14 @@ def _proposed(state: State, at: Durations) -> Job | None:
     if proposal is None or proposal.gain < WORTHWHILE * at.trial_s(proposal.policy):
         return None
     return _trial(proposal.policy, state, at)
+
+
+def _plain_loop(state: State, at: Durations) -> Job | None:
+    """The leader's recorded passes alone: what a loop gets that does not make the call, told beside the answer."""
+    plain = replace(state.leader, cuda_graphs=True) if state.leader.cuda_graphs == "step" else None
+    if plain is None or not state.is_free(plain) or _is_broken(plain, state) or _is_in_background(plain, state):
+        return None
+    return _trial(plain, state, at)
 
 
 def _wait(state: State, at: Durations) -> Job | None:
@@ -243,6 +254,7 @@ PHASES: tuple[Callable[[State, Durations], Job | None], ...] = (
     _module_times,
     _refinement,
     _proposed,
+    _plain_loop,
     _wait,
     _round,
     _winner,
@@ -333,12 +345,19 @@ def _broken_recipes(state: State) -> Iterator[Policy]:
 def _proposal(state: State, at: Durations, *, compiled: bool) -> Proposal | None:
     """Returns what the own sampler proposes of the policies that compile in the background, or of all others."""
     catalog = state.history.catalog
-    others = {one for one in catalog.policies if _is_in_background(one, state) != compiled}
+    parts = {one for one in catalog.policies if whole_step_of(one) in state.scores}
+    others = parts | {one for one in catalog.policies if _is_in_background(one, state) != compiled}
     besides = others | state.graphs.known | state.cut
     running = [*state.elsewhere, *state.graphs.known]
     found = proposals(state.history, besides, state.request.seed, seconds=at.trial_s, running=running)
     best = state.scores.get(state.leader)
     return None if found is None or (best is not None and found.optimistic < math.log(best)) else found
+
+
+@cache
+def whole_step_of(policy: Policy) -> Policy | None:
+    """Returns the policy that records whole steps in place of passes; None for others."""
+    return replace(policy, cuda_graphs="step") if policy.cuda_graphs is True and policy.weights == "fp32" else None
 
 
 def _is_behind(policy: Policy, state: State) -> bool:

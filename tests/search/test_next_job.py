@@ -13,8 +13,9 @@ from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.search.gate.judgement import judged
 from amptune.search.gate.judgements import Judgements
+from amptune.search.durations import Durations
 from amptune.search.job import Answer
-from amptune.search.next_job import next_job
+from amptune.search.next_job import _plain_loop, next_job
 from amptune.search.state import Graphs, State
 from amptune.search.table.row import Row
 
@@ -68,6 +69,22 @@ def test_what_cannot_be_recorded_gives_its_place_to_what_needs_no_recording() ->
     }
     job = job_after(state_of(refused))
     assert (job.kind, job.policies) == ("compile", (DEFAULT,))
+
+
+def test_recorded_passes_are_not_tried_where_the_whole_step_was_but_what_the_plain_loop_gets_is_told() -> None:
+    whole, passes = (replace(FAST, cuda_graphs=recorded) for recorded in ("step", True))
+    measured: dict[Policy, float | Failure] = {STOCK: 12.0, whole: 3.0}
+    while (job := job_after(without_graphs(state_of(measured)))).kind == "trial":
+        measured |= dict.fromkeys(job.policies, 10.0)
+    assert len(measured) > 3
+    assert passes not in measured
+    state = without_graphs(state_of(measured))
+    told = _plain_loop(state, Durations(state))
+    assert told is not None
+    assert told.policies == (passes,)
+    assert _plain_loop(known := state_of(measured | {passes: 4.0}), Durations(known)) is None
+    refused = without_graphs(state_of({STOCK: 12.0, whole: CANNOT_RECORD, FAST: 6.0}))
+    assert passes in {*job_after(refused).policies, *refused.candidates.starts}
 
 
 def test_a_graph_that_would_come_too_late_is_not_begun() -> None:
