@@ -11,9 +11,9 @@ from states import job_after, prepared, state_of, trial_of
 from amptune.measure.results.outcome import Failure
 from amptune.measure.results.training_runs import Parity
 from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.search.durations import Durations
 from amptune.search.gate.judgement import judged
 from amptune.search.gate.judgements import Judgements
-from amptune.search.durations import Durations
 from amptune.search.job import Answer
 from amptune.search.next_job import _plain_loop, next_job
 from amptune.search.state import Graphs, State
@@ -82,7 +82,8 @@ def test_recorded_passes_are_not_tried_where_the_whole_step_was_but_what_the_pla
     told = _plain_loop(state, Durations(state))
     assert told is not None
     assert told.policies == (passes,)
-    assert _plain_loop(known := state_of(measured | {passes: 4.0}), Durations(known)) is None
+    known = state_of(measured | {passes: 4.0})
+    assert _plain_loop(known, Durations(known)) is None
     refused = without_graphs(state_of({STOCK: 12.0, whole: CANNOT_RECORD, FAST: 6.0}))
     assert passes in {*job_after(refused).policies, *refused.candidates.starts}
 
