@@ -82,7 +82,8 @@ def test_recorded_passes_are_not_tried_where_the_whole_step_was_but_what_the_pla
     told = _plain_loop(state, Durations(state))
     assert told is not None
     assert told.policies == (passes,)
-    known = state_of(measured | {passes: 4.0})
+    measured[passes] = 4.0
+    known = state_of(measured)
     assert _plain_loop(known, Durations(known)) is None
     refused = without_graphs(state_of({STOCK: 12.0, whole: CANNOT_RECORD, FAST: 6.0}))
     assert passes in {*job_after(refused).policies, *refused.candidates.starts}
