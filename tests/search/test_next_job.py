@@ -75,7 +75,7 @@ def test_recorded_passes_are_not_tried_where_the_whole_step_was_but_what_the_pla
     whole, passes = (replace(FAST, cuda_graphs=recorded) for recorded in ("step", True))
     measured: dict[Policy, float | Failure] = {STOCK: 12.0, whole: 3.0}
     while (job := job_after(without_graphs(state_of(measured)))).kind == "trial":
-        measured |= dict.fromkeys(job.policies, 10.0)
+        measured.update((policy, 10.0) for policy in job.policies)
     assert len(measured) > 3
     assert passes not in measured
     state = without_graphs(state_of(measured))
@@ -85,7 +85,8 @@ def test_recorded_passes_are_not_tried_where_the_whole_step_was_but_what_the_pla
     measured[passes] = 4.0
     known = state_of(measured)
     assert _plain_loop(known, Durations(known)) is None
-    refused = without_graphs(state_of({STOCK: 12.0, whole: CANNOT_RECORD, FAST: 6.0}))
+    failed: dict[Policy, float | Failure] = {STOCK: 12.0, whole: CANNOT_RECORD, FAST: 6.0}
+    refused = without_graphs(state_of(failed))
     assert passes in {*job_after(refused).policies, *refused.candidates.starts}
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from amptune.runtime.graphs.differences import Difference
 
-__all__ = ["DIFFER", "MOST_WASTED", "NOT_RECORDED", "WORTH_IT", "Recordings"]
+__all__ = ["DIFFER", "MOST_SEEN", "MOST_WASTED", "NOT_RECORDED", "WORTH_IT", "Recordings"]
 
 NOT_RECORDED, DIFFER = "cuda-graphs-not-recorded", "cuda-graphs-differ"
 

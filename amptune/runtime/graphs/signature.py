@@ -90,14 +90,17 @@ class PassKind:
 
 
 def arguments_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
+    args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str, *, least: int = 1
 ) -> tuple[Signature, list[torch.Tensor]] | None:
-    """Returns the arguments' signature and tensors, or None for arguments that no recording can serve."""
+    """Returns the arguments' signature and tensors, or None for arguments that no recording can serve.
+
+    There are to be that many tensors at least.
+    """
     leaves, structure = tree_flatten((args, kwargs))
     if not all(type(leaf) in (torch.Tensor, nn.Parameter, *_CONSTANTS) for leaf in leaves):
         return None
     tensors = _tensors_among(leaves)
-    if not tensors or any(
+    if len(tensors) < least or any(
         one.device.type != device_type or one.requires_grad or one.layout is not torch.strided or vars(one)
         for one in tensors
     ):

@@ -34,7 +34,9 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
     supports_higher_order_operators = True
 
-    def __init__(self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None] = ()) -> None:
+    def __init__(
+        self, inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], device: torch.device
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.added: set[int] = set()
         self._gradients = {place_of(one): number for number, one in enumerate(gradients) if one is not None}
@@ -43,7 +45,7 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         self.obstacle: str | None = None
         self._inputs = set(map(place_of, inputs))
         self._made: set[int] = set()
-        self._on_cuda = any(one.is_cuda for one in inputs)
+        self._on_cuda = device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None  # of the first operation
 
     @classmethod

@@ -24,13 +24,13 @@ __all__ = ["StepKind", "StepParts"]
 class StepKind(NamedTuple):
     """The conditions that must be the same for a recording to do what the step would.
 
-    `gradients` tells which weights have one before the step.
+    `weights` tells which ones are trained, and which have a gradient before the step.
     """
 
     batch: Signature
     part: object
     autocast: tuple[bool, torch.dtype]
-    gradients: tuple[bool, ...]
+    weights: tuple[tuple[bool, bool], ...]
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Returns the batch with these tensors in it."""
@@ -55,6 +55,11 @@ class StepParts:
             one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"]
         )
         return [*dict.fromkeys((*of_models, *of_optimizers))]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights, which the models may have moved to since."""
+        return self.weights[0].device
 
     @cached_property
     def compiles(self) -> bool:

@@ -47,7 +47,7 @@ class StepRecording:
         self.inputs = [like(one) for one in tensors]
         self._step, self._by, self._subject = step, by, subject
         self._kept = watch  # and what it read, which replays read too
-        self._device = tensors[0].device
+        self._device = subject.device
         weights = subject.weights
         gradients = [one.grad for one in weights]
         # gradients that the step adds to, where replays read them
@@ -127,7 +127,7 @@ class StepRecording:
     def _trained(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, str | None]:
         """Runs the step itself; leaves its gradients where replays do, and tells what else it did than a replay."""
         gradients = [one.grad for one in self._subject.weights]
-        watch = None if self._subject.compiles else MemoryWatch(tensors, gradients)
+        watch = None if self._subject.compiles else MemoryWatch(tensors, gradients, self._device)
         with watch or nullcontext():
             returned = self._step(self.kind.filled(tensors))
         try:

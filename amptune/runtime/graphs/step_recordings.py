@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from amptune.runtime.graphs.dispatch import DIFFER, MOST_WASTED, WORTH_IT, NamedRecordings
+from amptune.runtime.graphs.dispatch import DIFFER, MOST_SEEN, MOST_WASTED, WORTH_IT, NamedRecordings
 from amptune.runtime.graphs.host_effects import HostSnapshot, NotRecordableError
 from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.optimizer_inputs import OptimizerInputs
@@ -143,16 +143,16 @@ class StepRecordings(NamedRecordings):
         return torch.is_grad_enabled() and threading.get_ident() == self._thread and not is_observed()
 
     def _arguments(self, batch: Any) -> tuple[Signature, list[torch.Tensor]] | None:
-        found = arguments_of((batch,), {}, self.device_type)
+        found = arguments_of((batch,), {}, self.device_type, least=0)
         if found is None:
             self.give_up(NotRecordableError("gets more in its batch than tensors on the GPU, numbers and strings"))
-        return found
+        return found if self._subject.device.type == self.device_type else None
 
     def _found_for(
         self, given: tuple[Signature, list[torch.Tensor]], part: object, step: Callable[[Any], Any]
     ) -> StepRecording | SeenStep | None:
         """Returns a recording, known or made now, notes on a kind that is not recorded yet, or None."""
-        subject, device = self._subject, given[1][0].device
+        subject, device = self._subject, self._subject.device
         changed = next((one for state in self._models if (one := state.changed()) is not None), None)
         changed = changed or (None if self._code is None else self._code.changed())
         weights, called = subject.weights, subject.recipe.model
@@ -161,7 +161,7 @@ class StepRecordings(NamedRecordings):
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in weights):
             raise NotRecordableError("has a hook on the gradient of a weight")
         autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        kind = StepKind(given[0], part, autocast, tuple([one.grad is not None for one in weights]))
+        kind = StepKind(given[0], part, autocast, tuple([(one.requires_grad, one.grad is not None) for one in weights]))
         known = next((one for one in self._recorded if one.kind == kind), None)
         if changed is None and known is not None and not known.optimizers.is_valid:
             changed = "a setting of its optimizer beside the learning rate"
@@ -174,7 +174,7 @@ class StepRecordings(NamedRecordings):
             return None
         seen = next((one for one in self._seen if one.kind == kind), None)
         if seen is None:  # this time it may set up what lasts
-            self._seen.append(SeenStep(kind))
+            self._seen = [*self._seen, SeenStep(kind)][-MOST_SEEN:]
             return None
         return self._recorded_now(seen, given[1], step) if seen.is_ready else seen
 
@@ -194,10 +194,10 @@ class StepRecordings(NamedRecordings):
     def _watched(self, seen: SeenStep, tensors: Sequence[torch.Tensor], step: Callable[[], Any]) -> Any:
         """Returns what the step does, and notes the memory that it uses; gives up if a replay would not do the same."""
         subject, returned = self._subject, _NOTHING
-        watch = MemoryWatch(tensors, [one.grad for one in subject.weights])
+        watch = MemoryWatch(tensors, [one.grad for one in subject.weights], subject.device)
         try:
-            self._by = self._by or self.recorder(tensors[0].device)
-            optimizers = OptimizerInputs(subject.optimizers, subject.recipe.scaler, tensors[0].device)
+            self._by = self._by or self.recorder(subject.device)
+            optimizers = OptimizerInputs(subject.optimizers, subject.recipe.scaler, subject.device)
             host = HostSnapshot(subject.models, subject.code)
         except Exception as error:  # noqa: BLE001  # objects of the user's may raise anything
             self.give_up(error)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor, nn
 
-__all__ = ["CASES", "Case", "Net", "batch"]
+__all__ = ["CASES", "NEVER", "Case", "Net", "batch"]
 
 RATE = 2.0**-7
 Step = Callable[[Any, Any, Any, Any], dict[str, Tensor]]
@@ -430,6 +430,65 @@ def batch_written(_: Any) -> tuple[Step, Between]:
     return step, nothing
 
 
+def unfrozen_later(run: Any) -> tuple[Step, Between]:
+    run.model.body[0].weight.requires_grad_(requires_grad=False)
+
+    def between(number: int) -> None:
+        if number == STEP_OF_CHANGE:
+            run.model.body[0].weight.requires_grad_(requires_grad=True)
+
+    return lambda *given: {"loss": trained(*given)}, between
+
+
+def group_added(run: Any) -> tuple[Step, Between]:
+    """A weight that no optimizer had."""
+    more = nn.Parameter(torch.ones(1, device=run.device))
+
+    def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
+        return {"loss": trained(tuned, model, optimizers, data, more.squeeze()), "more": more.detach()}
+
+    def between(number: int) -> None:
+        if number == STEP_OF_CHANGE:
+            more.grad = None
+            run.optimizers[0].add_param_group({"params": [more]})
+
+    return step, between
+
+
+def without_a_batch(run: Any) -> tuple[Step, Between]:
+    """It draws from what is on the device."""
+    x, y = (torch.cat(both) for both in zip(*(batch(number, run.device) for number in range(4)), strict=True))
+    place = torch.zeros((), dtype=torch.long, device=run.device)
+
+    def step(tuned: Any, model: Any, optimizers: Any, _: Any) -> dict[str, Tensor]:
+        rows = (place + torch.arange(8, device=run.device)) % 32
+        place.add_(3)
+        return {"loss": trained(tuned, model, optimizers, (x[rows], y[rows]))}
+
+    run.given = lambda _: None
+    return step, nothing
+
+
+def numbers_in_the_batch(run: Any) -> tuple[Step, Between]:
+    """Another one each time: no two batches are of one kind."""
+
+    def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
+        return {"loss": trained(tuned, model, optimizers, data[:2], data[2])}
+
+    run.given = lambda number: (*batch(number, run.device), 1.0 / (number + 1))
+    return step, nothing
+
+
+def other_step_between(run: Any) -> tuple[Step, Between]:
+    """Two calls in turn, on the same weights and optimizers."""
+    other = run.tuned.training_step(step=two_optimizers(run)[0], optimizer=run.optimizers)
+    if other.recordings is not None and run.device.type == "cpu":
+        other.recordings.recorder, other.recordings.device_type = run.recorder, "cpu"
+    return lambda *given: {"loss": trained(*given)}, lambda number: other(batch(1000 + number, run.device))
+
+
+# It is told of nothing, since another batch may come.
+NEVER = "never"
 SETTINGS = {"weight": 1.0}
 
 
@@ -487,5 +546,10 @@ CASES = {
     "mode_that_stays": Case(mode_that_stays),
     "loaded": Case(loaded),
     "weight_replaced": Case(weight_replaced),
+    "unfrozen_later": Case(unfrozen_later),
+    "group_added": Case(group_added),
+    "without_a_batch": Case(without_a_batch),
+    "numbers_in_the_batch": Case(numbers_in_the_batch, told=NEVER),
+    "other_step_between": Case(other_step_between),
     "batch_written": Case(batch_written, told="writes to its batch"),
 }
