@@ -119,13 +119,16 @@ class OptimizerInputs:
         if not self.is_valid:
             raise NotRecordableError("makes the state of its optimizer anew")
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Fills in the learning rates for a replay, and tells amptune's own hooks and schedulers of the steps."""
+    def fill(self) -> None:
+        """Fills in the learning rates for a replay."""
         for place, (group, rate) in enumerate(zip(self._groups, self._rates, strict=True)):
             if rate is not None and group["lr"] != self._filled[place]:
                 rate.fill_(group["lr"])
                 self._filled[place] = group["lr"]
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tells amptune's own hooks, and schedulers, of the steps in a replay."""
         self._call_own(_HOOKS[0])
         yield
         self._call_own(_HOOKS[1])

@@ -85,8 +85,8 @@ class StepRecording:
         self._bring()
         for own, given in zip(self.inputs, tensors, strict=True):
             without_repeats(own).copy_(without_repeats(given), non_blocking=True)
-        with self.optimizers.replayed():
-            self._replay()
+        self.optimizers.fill()
+        self._replay()
         for weight, gradient in self._left:
             weight.grad = gradient
         for weight in self._empty:

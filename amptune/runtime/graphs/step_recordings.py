@@ -225,7 +225,9 @@ class StepRecordings(NamedRecordings):
         recording.calls += 1
         is_asked, self._is_asked_for_check = self._is_asked_for_check, False
         if not is_asked and not (self.checks and recording.calls >= recording.due):
-            return recording.replay(tensors)
+            self._subject.recipe.autocast()  # by which watches know of passes
+            with recording.optimizers.told():
+                return recording.replay(tensors)
         began_s = time.perf_counter()
         try:
             returned, told = recording.compared(tensors)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,12 @@ from recorded_training import batch, built
 from taped import TapeRecorder
 from torch import nn
 
+import amptune
+from amptune.hardware.detect import probe
+from amptune.policy.policy_file import PolicyFile
 from amptune.policy.settings import LossScale, Policy
 from amptune.runtime.apply_policy import PolicyDriftWarning, apply
+from amptune.runtime.claim_watch import STEPS
 from amptune.runtime.graphs.dispatch import MOST_WASTED
 from amptune.runtime.tuned import Tuned
 
@@ -292,6 +297,23 @@ def test_under_the_guard_updates_are_recorded_once_its_watch_is_over() -> None:
         training.go([4] * 30)
     recorded.require_same(plain)
     assert 0 < recorded.replays < 10
+
+
+def test_a_claim_is_held_against_replays_too(tmp_path: Path) -> None:
+    promised = PolicyFile(
+        policy=Policy(batch_size=4, cuda_graphs="step"),
+        valid_for=dict(probe("cpu").labels),
+        evidence={"step_ms": 1e-6},
+    )
+    amptune.save(promised, tmp_path / "policy.yaml")
+    file: Any = tmp_path / "policy.yaml"
+    tuned = applied(file, model := built(), guard=None)
+    train = tuned.training_step(loss_of, tuned.optimizer(SGD(model.parameters())))
+    for seed in range(STEPS + 10):
+        train(batch(seed))
+    assert tuned.recordings is not None
+    assert tuned.recordings.calls > STEPS - 40
+    assert "slower-than-promised" in [finding.code for finding in tuned.findings]
 
 
 def test_undo_ends_all_steps_that_were_made() -> None:
