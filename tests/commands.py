@@ -44,6 +44,9 @@ def of(**parts):
     return Workload(**{**given, **parts})
 
 small = of()
+# A trial of it takes longer than the start of a second worker.
+large = of(model=lambda: nn.Sequential(nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(),
+                                       nn.Linear(2048, 8)), batch_size=256)
 not_a_number = of(loss=lambda model, batch: model(batch[0]).mean() * float("nan"))
 no_parameters = of(model=nn.ReLU)
 no_workload = {"model": 3}

@@ -21,7 +21,7 @@ from amptune.search.sampler.storage import recall
 pytestmark = pytest.mark.timeout(1200)
 needs_cores = pytest.mark.skipif(sys.platform != "linux" or cores() < 2, reason="needs Linux and two CPU cores")
 
-BOTH = ("tune", "train.py:small", "--device", "cpu", "--workers", "2", "--no-compile")
+BOTH = ("tune", "train.py:large", "--device", "cpu", "--workers", "2", "--no-compile")
 
 
 def wait_for_a_trial_of_each(running: subprocess.Popen[str]) -> None:
@@ -58,7 +58,7 @@ def test_two_workers_measure_for_one_study_and_one_answer(folder: Path) -> None:
 @needs_cores
 @pytest.mark.parametrize("ends", ["another is killed", "interrupted", "the first is killed"])
 def test_the_others_go_on_without_a_worker_and_end_with_the_first(ends: str, folder: Path) -> None:
-    with start(*BOTH, "--budget", budget_here(8), folder=folder) as running:
+    with start(*BOTH, "--budget", budget_here(16), folder=folder) as running:
         wait_for_a_trial_of_each(running)
         processes = psutil.Process(running.pid).children(recursive=True)
         other = next(one for one in processes if "--worker" in one.cmdline())

@@ -53,7 +53,7 @@ PIECES: dict[str, Callable[[], nn.Module]] = {
 }
 OPTIMIZERS: tuple[Callable[..., torch.optim.Optimizer], ...] = (
     lambda weights: torch.optim.SGD(weights, lr=1e-5, momentum=0.9),
-    lambda weights: torch.optim.Adam(weights, lr=1e-3),
+    lambda weights: torch.optim.Adam(weights, lr=1e-3, eps=1e-4),  # not 0 in half
 )
 HALF = Policy(weights="half", keep_batchnorm_fp32=True)
 POLICIES = (STOCK, amp_recipe("bf16"), HALF, replace(HALF, master_weights=True))
