@@ -42,7 +42,7 @@ class Recipe(Protocol):
 
 
 class RecordedRun(Protocol):
-    """What runs a step for a batch, by a replay if one does the same; `part` tells steps apart."""
+    """A runner of steps, by a replay if one does the same; `part` tells steps apart."""
 
     def run(self, step: Callable[[Any], Any], batch: Any, part: object = None) -> Any: ...
 

@@ -151,7 +151,7 @@ class State:
 
     @cached_property
     def block_deviation(self) -> float:
-        """How much blocks of one policy differ in this run, as a standard deviation on the logarithm.
+        """The standard deviation, on the logarithm, of blocks of one policy in this run.
 
         Before any policy was measured twice, a block in which other programs kept the host busy counts as
         `BUSY_DEVIATION`.

@@ -30,8 +30,8 @@ from amptune.workload.workload import Workload
 
 __all__ = ["LEAST_FIRST_STEPS", "PolicyTimer", "price_of_checks"]
 
-# The losses of the `FIRST_STEPS` are kept to compare policies; fewer if a step is slow. CUDA graphs are recorded in the
-# second step, so only a later step shows their step time.
+# The losses of the `FIRST_STEPS` are kept to compare policies; fewer if a step is slow. CUDA graphs of passes are
+# recorded in the second step, of whole steps in the fourth, so only later ones show their step time.
 LEAST_FIRST_STEPS, LEAST_FIRST_STEPS_PREPARING = 3, 6
 FIRST_STEPS_S = 1.0
 

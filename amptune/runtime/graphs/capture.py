@@ -7,7 +7,6 @@ and writes the same memory each time, so this module copies inputs into it and r
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from amptune.changes.blocks import holds_compiled
 from amptune.runtime.graphs.differences import Difference, Limits, named_gradients, named_results
 from amptune.runtime.graphs.host_effects import DeviceState, NotRecordableError, alike, without_effects, without_repeats
 from amptune.runtime.graphs.proxy_weights import with_proxies, without_hooks
+from amptune.runtime.graphs.recorder import as_written
 from amptune.runtime.graphs.signature import outputs_of
 from amptune.runtime.graphs.tensor_use import (
     WAITS,
@@ -30,7 +30,6 @@ from amptune.runtime.graphs.tensor_use import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import nn
 
@@ -88,7 +87,7 @@ class Recording:
         numbers: list[Any] = []
         for around in (self.by.warming_up(), self.by.rehearsing()):
             put_back()
-            with around, self._uncompiled(), TensorWatch(known, [*self.model.buffers()]) as watch:
+            with around, as_written(self._compiles), TensorWatch(known, [*self.model.buffers()]) as watch:
                 rehearsed = self._pass(edges)
             numbers, former = watch.seen, numbers
         if repr(numbers) != repr(former):
@@ -101,10 +100,6 @@ class Recording:
 
         self.limits = self._limits(another() if self._compiles else rehearsed, another)
         return numbers
-
-    def _uncompiled(self) -> AbstractContextManager[Any]:
-        """Runs what is compiled as it was written, operation by operation, for a watch to see."""
-        return torch.compiler.set_stance("force_eager") if self._compiles else nullcontext()
 
     def _record_forward(self, numbers: Sequence[Any]) -> list[torch.Tensor]:
         self._same: torch.Tensor | None = None

@@ -16,7 +16,15 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parallel import DistributedDataParallel
 
 from amptune.errors import AmptuneError
-from amptune.runtime.graphs.host_objects import ITERATOR, content_of, has_attributes, names_of, put_back, used_by
+from amptune.runtime.graphs.host_objects import (
+    ITERATOR,
+    content_of,
+    has_attributes,
+    is_of_python,
+    names_of,
+    put_back,
+    used_by,
+)
 from amptune.runtime.graphs.model_state import HOOKS, first_change, is_foreign, named
 
 if TYPE_CHECKING:
@@ -27,6 +35,7 @@ __all__ = [
     "HostSnapshot",
     "NotRecordableError",
     "RandomState",
+    "SavedValues",
     "alike",
     "obstacle_in",
     "without_effects",
@@ -114,25 +123,34 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-class DeviceState:
-    """The buffers of a model and the random generators of its devices, to be put back."""
+class SavedValues:
+    """The values of tensors, and the state of random generators of GPUs, to be put back."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._random = RandomState(*{tensor.device for tensor in (*model.parameters(), *model.buffers())})
-        # `data`, else a backward pass sees them as modified
-        self._buffers = [without_repeats(buffer.data) for buffer in model.buffers()]
-        self._values = [torch.empty_like(buffer) for buffer in self._buffers]
-        self._alike = alike((buffer.dtype, buffer.device) for buffer in self._buffers)
-        self._copy(self._buffers, self._values)
+    def __init__(self, tensors: Sequence[torch.Tensor], *devices: torch.device) -> None:
+        self._random = RandomState(*devices)
+        self._tensors = tensors
+        self.copies = [torch.empty_like(one) for one in tensors]
+        self._alike = alike((one.dtype, one.device) for one in tensors)
+        self._copy(tensors, self.copies)
 
     def put_back(self) -> None:
-        """Restores the values."""
+        """Restores them."""
         self._random.put_back()
-        self._copy(self._values, self._buffers)
+        self._copy(self.copies, self._tensors)
 
+    @torch.no_grad()
     def _copy(self, values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         for places in self._alike:
             torch._foreach_copy_([targets[place] for place in places], [values[place] for place in places])
+
+
+class DeviceState(SavedValues):
+    """The buffers of a model and the random generators of its devices, to be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # `data`, else a backward pass sees them as modified
+        buffers = [without_repeats(buffer.data) for buffer in model.buffers()]
+        super().__init__(buffers, *{tensor.device for tensor in (*model.parameters(), *model.buffers())})
 
 
 class HostSnapshot:
@@ -140,7 +158,7 @@ class HostSnapshot:
 
     `code` names what is called beside the modules' `forward`: functions, methods and objects. What amptune holds of a
     model is not looked into, but for the model. `besides` are objects that are not looked into either. Without modules
-    it is one of what the code may read: of an object the attributes that the code names.
+    it is one of what the code may read: of an object the attributes, and the methods, that the code names.
     """
 
     def __init__(
@@ -149,26 +167,36 @@ class HostSnapshot:
         generators = _generators() if modules else {}
         self._generators = set(map(id, generators.values()))
         self._besides = set(map(id, besides))
+        self._reads_all = bool(modules)
         self._names: set[str] = set()  # in the code that was met
         self._attributes: set[int] = set()
-        inner = dict.fromkeys(one for module in modules for one in module.modules())
-        kinds = [type(one) for one in inner]
-        kinds += [type(getattr(one, "__self__", one)) for one in (code or {}).values()]
-        classes = dict.fromkeys(cls for kind in kinds for cls in kind.__mro__ if not is_foreign(cls))
+        self._classes: dict[type, None] = {}
         self._methods: dict[str, list[Any]] = {}
-        for cls in classes:
-            for name, value in vars(cls).items():
-                self._methods.setdefault(name, []).append(value)
+        self._met: dict[int, tuple[str, Any, Any]] = {}
+        inner = dict.fromkeys(one for module in modules for one in module.modules())
+        for one in (*inner, *(code or {}).values()):
+            self._learn(type(getattr(one, "__self__", one)))
+        of_models = [*self._classes]
+        if modules and code:
+            for cls in HostSnapshot([], code, inner)._classes:
+                self._learn(cls)
         first: list[tuple[str, Any]] = [*generators.items(), *(code or {}).items()]
-        first += [(f"{cls.__name__}.forward", vars(cls)["forward"]) for cls in classes if "forward" in vars(cls)]
+        first += [(f"{cls.__name__}.forward", vars(cls)["forward"]) for cls in of_models if "forward" in vars(cls)]
         for module in modules:
             first += [*module.named_modules(), *module.named_parameters()]
-        self._reads_all = bool(modules)
-        self._met: dict[int, tuple[str, Any, Any]] = {}
-        known = -1
-        while len(self._names) > known and not (self._reads_all and known >= 0):  # until no more names come
-            known = len(self._names)
+        self._meet(first)
+        known = 0
+        while not self._reads_all and len(self._names) + len(self._classes) > known:  # code names more to look at
+            known = len(self._names) + len(self._classes)
             self._meet(first)
+
+    def _learn(self, kind: type) -> None:
+        """Notes the methods of a class, for code that names them."""
+        for cls in kind.__mro__:
+            if cls not in self._classes and not is_foreign(cls) and not is_of_python(cls):
+                self._classes[cls] = None
+                for name, value in vars(cls).items():
+                    self._methods.setdefault(name, []).append(value)
 
     def _meet(self, first: Sequence[tuple[str, Any]]) -> None:
         self._met.clear()
@@ -188,6 +216,8 @@ class HostSnapshot:
         if content is None:
             return
         self._met[id(value)] = name, value, content
+        if not self._reads_all:
+            self._learn(value if isinstance(value, type) else type(value))
         if isinstance(value, FunctionType):
             self._names.update(names_of(value.__code__))
         if has_attributes(value):
@@ -215,7 +245,8 @@ class HostSnapshot:
         """
         for ident, (name, value, before) in self._met.items():
             now = self._content(value)
-            if isinstance(now, dict) and len(now) == len(before) and all(map(is_, now.values(), before.values())):
+            is_dict = isinstance(now, dict) and now.keys() == before.keys()
+            if is_dict and all(map(is_, now.values(), before.values())):
                 continue
             if ident in self._attributes:
                 now, before = ({k: v for k, v in one.items() if k in self._names} for one in (now, before))

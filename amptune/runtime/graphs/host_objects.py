@@ -24,7 +24,7 @@ from amptune.runtime.graphs.model_state import FOREIGN, changed_keys, is_foreign
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-__all__ = ["ITERATOR", "content_of", "has_attributes", "names_of", "put_back", "used_by"]
+__all__ = ["ITERATOR", "content_of", "has_attributes", "is_of_python", "names_of", "put_back", "used_by"]
 
 _VALUES = (*weakref.ProxyTypes, type(None), bool, int, float, complex, str, bytes, ModuleType, io.IOBase)
 # Packages of Python whose objects hold what no forward pass computes with, or what other threads may change meanwhile.
@@ -55,6 +55,11 @@ def content_of(value: Any) -> Any:
 def has_attributes(value: Any) -> bool:
     """Returns True for an object that may be given attributes of any name, which `vars` returns; not for a class."""
     return bool(type(value).__dictoffset__) and not isinstance(value, type)
+
+
+def is_of_python(cls: type) -> bool:
+    """Returns True for a class of the standard library."""
+    return cls.__module__.partition(".")[0] in sys.stdlib_module_names
 
 
 def put_back(value: Any, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a recorded training step has of its optimizers and the loss scaler, and what may change between replays."""
+"""Optimizers and loss scaler of a recorded training step: settings that are baked in, and rates that may change."""
 
 from __future__ import annotations
 

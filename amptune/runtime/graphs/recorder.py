@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-__all__ = ["CudaRecorder", "Recorder", "as_if_recording"]
+__all__ = ["CudaRecorder", "Recorder", "as_if_recording", "as_written"]
 
 T = TypeVar("T")
 
@@ -107,6 +107,11 @@ class CudaRecorder:
             raise
         finally:
             torch.cuda.set_stream(stream)
+
+
+def as_written(is_compiled: bool) -> AbstractContextManager[Any]:
+    """Runs what is compiled as it was written, operation by operation, for a watch to see."""
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 @contextmanager

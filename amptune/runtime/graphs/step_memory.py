@@ -1,4 +1,4 @@
-"""The memory that a training step uses: what it reads and writes, and its values, to be put back and compared."""
+"""The memory that a training step reads and writes, and how much values in it differ."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amptune.runtime.graphs.host_effects import NotRecordableError, RandomState, alike
+from amptune.runtime.graphs.host_effects import NotRecordableError
 from amptune.runtime.graphs.tensor_use import COLLECTIVES, COPIES, WAITS, place_of, written
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["MemoryWatch", "SavedValues", "differences", "whole"]
+__all__ = ["MemoryWatch", "differences", "whole"]
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 # Tensors are compared in groups of about so many numbers, which bounds the memory that a comparison needs.
 _GROUP = 1 << 26
-# SavedValues that differ by so many units in the last place, beside what a step changes them by, are rounded otherwise.
+# Values that differ by so many units in the last place, beside what a step changes them by, are rounded otherwise.
 _UNITS = 16.0
 
 
@@ -71,12 +71,15 @@ class MemoryWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
         if strange := next((one for one in (*given, *made) if type(one) not in _PLAIN), None):
             raise NotRecordableError(f"uses a {type(strange).__name__}, which is no plain tensor")
         is_constant = func.namespace == "aten" and func._opname == "lift_fresh"  # torch.tensor(1.0) within the step
-        before = {} if is_constant else {place_of(one): one for one in given if place_of(one) not in self._made}
+        places = {} if is_constant else {place_of(one): one for one in given}
+        before = {place: one for place, one in places.items() if place not in self._made}
         self._made.update(place for place in map(place_of, made) if place not in before)
-        self.added.update(self._gradients[place] for place in before if place in self._gradients)
-        known = {*self.read, *self._inputs, *self._gradients}
-        self.read |= {place: one.detach() for place, one in before.items() if place not in known}
         writes = [one for one in written(func, args, kwargs) if place_of(one) in before]
+        for place, tensor in before.items():
+            if place in self._gradients:
+                self.added.add(self._gradients[place])
+            elif place not in self._inputs and place not in self.read:
+                self.read[place] = tensor.detach()
         for tensor in writes:
             if place_of(tensor) not in self._gradients:
                 self.written.setdefault(place_of(tensor), tensor.detach())
@@ -113,27 +116,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return plain.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
-
-
-class SavedValues:
-    """The values of tensors and the state of a GPU's random generator, to be put back."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-        self._tensors = tensors
-        self.copies = [torch.empty_like(one) for one in tensors]
-        self._alike = alike((one.dtype, one.device) for one in tensors)
-        self._random = RandomState(device)
-        self._copy(tensors, self.copies)
-
-    def put_back(self) -> None:
-        """Restores them."""
-        self._random.put_back()
-        self._copy(self.copies, self._tensors)
-
-    @torch.no_grad()
-    def _copy(self, values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        for places in self._alike:
-            torch._foreach_copy_([targets[place] for place in places], [values[place] for place in places])
 
 
 @torch.no_grad()

@@ -1,9 +1,8 @@
-"""What a training step is made of, its code, models and optimizers, and what must be the same for a recording."""
+"""The parts of a training step, its code, models and optimizers, and the conditions that a recording holds for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +39,7 @@ class StepKind(NamedTuple):
 
 @dataclass(eq=False)
 class StepParts:
-    """What is trained: the step, the function in it that is the user's, its models and optimizers."""
+    """A training: the user's functions in its step by name, its models and optimizers, and the policy's recipe."""
 
     code: Mapping[str, Any]
     models: Sequence[nn.Module]
@@ -64,10 +63,6 @@ class StepParts:
     @cached_property
     def compiles(self) -> bool:
         return any(map(holds_compiled, self.models))
-
-    def as_written(self) -> AbstractContextManager[Any]:
-        """Runs what is compiled as it was written, operation by operation, for a watch to see."""
-        return torch.compiler.set_stance("force_eager") if self.compiles else nullcontext()
 
     @property
     def parts(self) -> list[Any]:

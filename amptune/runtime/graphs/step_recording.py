@@ -9,10 +9,16 @@ import torch
 
 from amptune.runtime.graphs.capture import like
 from amptune.runtime.graphs.differences import unit_of
-from amptune.runtime.graphs.host_effects import HostSnapshot, NotRecordableError, RandomState, without_repeats
+from amptune.runtime.graphs.host_effects import (
+    HostSnapshot,
+    NotRecordableError,
+    RandomState,
+    SavedValues,
+    without_repeats,
+)
 from amptune.runtime.graphs.optimizer_inputs import OptimizerInputs
 from amptune.runtime.graphs.signature import outputs_of
-from amptune.runtime.graphs.step_memory import MemoryWatch, SavedValues, differences, whole
+from amptune.runtime.graphs.step_memory import MemoryWatch, differences, whole
 from amptune.runtime.graphs.tensor_use import place_of
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from amptune.runtime.graphs.host_effects import HostSnapshot, NotRecordableError
 from amptune.runtime.graphs.model_state import ModelState, is_observed
 from amptune.runtime.graphs.optimizer_inputs import OptimizerInputs
 from amptune.runtime.graphs.passes import NO_MEMORY
+from amptune.runtime.graphs.recorder import as_written
 from amptune.runtime.graphs.signature import Signature, arguments_of, outputs_of
 from amptune.runtime.graphs.step_memory import MemoryWatch
 from amptune.runtime.graphs.step_parts import StepKind, StepParts
@@ -91,6 +92,7 @@ class StepRecordings(NamedRecordings):
         self._by: Recorder | None = None
         self._models: list[ModelState] = []
         self._code: HostSnapshot | None = None
+        self._weights: list[torch.Tensor] = []  # those of the snapshots
         self._is_asked_for_check = False
         self._replays = self._wasted = 0
         self._has_ended = False
@@ -111,7 +113,7 @@ class StepRecordings(NamedRecordings):
         self._recorded.clear()
         self._seen.clear()
         self._models.clear()
-        self._code = None
+        self._code, self._weights = None, []
 
     def end(self) -> None:
         """Drops all recordings for good."""
@@ -146,16 +148,18 @@ class StepRecordings(NamedRecordings):
         found = arguments_of((batch,), {}, self.device_type, least=0)
         if found is None:
             self.give_up(NotRecordableError("gets more in its batch than tensors on the GPU, numbers and strings"))
-        return found if self._subject.device.type == self.device_type else None
+        return found
 
     def _found_for(
         self, given: tuple[Signature, list[torch.Tensor]], part: object, step: Callable[[Any], Any]
     ) -> StepRecording | SeenStep | None:
         """Returns a recording, known or made now, notes on a kind that is not recorded yet, or None."""
-        subject, device = self._subject, self._subject.device
+        weights, called = self._weights or self._subject.weights, self._subject.recipe.model
+        device = weights[0].device
+        if device.type != self.device_type:
+            return None
         changed = next((one for state in self._models if (one := state.changed()) is not None), None)
         changed = changed or (None if self._code is None else self._code.changed())
-        weights, called = subject.weights, subject.recipe.model
         if called._forward_hooks or called._forward_pre_hooks:
             raise NotRecordableError("has forward hooks on tuned.model, which replays would not call")
         if any(one._backward_hooks or one._post_accumulate_grad_hooks for one in weights):
@@ -185,6 +189,7 @@ class StepRecordings(NamedRecordings):
         if not self._models:
             self._models = [*map(ModelState, self._subject.models)]
             self._code = HostSnapshot([], self._subject.code, self._subject.parts)
+            self._weights = self._subject.weights
         recording = StepRecording(seen.kind, step, self._subject, tensors, seen.watch, self._by)
         self._seen.remove(seen)
         self._recorded.append(recording)
@@ -203,7 +208,7 @@ class StepRecordings(NamedRecordings):
             self.give_up(error)
             return step()
         try:
-            with subject.as_written(), optimizers.may_be_captured(), self._by.rehearsing(), watch:
+            with as_written(subject.compiles), optimizers.may_be_captured(), self._by.rehearsing(), watch:
                 returned = step()
             host.require_unchanged("step")
             outputs_of(returned)

@@ -1,4 +1,4 @@
-"""The training steps of a policy that records them whole, and what is told of them."""
+"""The training steps of a policy that records them whole, and the findings on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each worker of a study claims, and whether that worker is still alive.
+"""Claims of a study's workers on policies, and each worker's signs of life.
 
 A worker writes its claims, and a counter, into an attribute of the study. One whose counter stands still for a while,
 by the reader's own clock, is gone: clocks of several hosts need not agree. One whose process has ended is gone at once,

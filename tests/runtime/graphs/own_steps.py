@@ -148,6 +148,46 @@ def every(period: int, run: Any) -> tuple[Step, Between]:
     return step, nothing
 
 
+SEEN: list[int] = []
+
+
+class Agent:
+    """Whose methods a step calls, which holds it in a closure."""
+
+    def __init__(self) -> None:
+        self.inner = Strength()
+
+    def loss(self, *given: Any) -> Tensor:
+        return trained(*given, self.inner.strength())
+
+    def counted(self, *given: Any) -> Tensor:
+        SEEN.append(1)
+        return trained(*given)
+
+
+class Strength:
+    def __init__(self) -> None:
+        self.level = 1.0
+
+    def strength(self) -> float:
+        return self.level
+
+
+def number_in_a_method(_: Any) -> tuple[Step, Between]:
+    """The step's own code does not name it, but that of an object of an object."""
+    agent = Agent()
+
+    def between(number: int) -> None:
+        agent.inner.level = 1.0 if number < STEP_OF_CHANGE else 0.5
+
+    return lambda *given: {"loss": agent.loss(*given)}, between
+
+
+def count_in_a_method(_: Any) -> tuple[Step, Between]:
+    agent = Agent()
+    return lambda *given: {"loss": agent.counted(*given)}, nothing
+
+
 class Trainer:
     """Whose step is a method, and whose loop counts."""
 
@@ -335,36 +375,30 @@ def gradients_kept(_: Any) -> tuple[Step, Between]:
     return step, nothing
 
 
-def cleared_by_the_loop(run: Any) -> tuple[Step, Between]:
-    def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
-        loss = F.mse_loss(model(data[0]), data[1])
-        loss.backward()
-        for one in optimizers:
-            one.step()
-        return {"loss": loss.detach()}
+def without_clearing(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
+    loss = F.mse_loss(model(data[0]), data[1])
+    loss.backward()
+    for one in optimizers:
+        one.step()
+    return {"loss": loss.detach()}
 
+
+def cleared_by_the_loop(run: Any) -> tuple[Step, Between]:
     def between(_: int) -> None:
         for one in run.optimizers:
             one.zero_grad()
 
-    return step, between
+    return without_clearing, between
 
 
 def added_up_over_steps(run: Any) -> tuple[Step, Between]:
     """Gradients that are added to for four steps, and then cleared."""
 
-    def step(tuned: Any, model: Any, optimizers: Any, data: Any) -> dict[str, Tensor]:
-        loss = F.mse_loss(model(data[0]), data[1])
-        loss.backward()
-        for one in optimizers:
-            one.step()
-        return {"loss": loss.detach()}
-
     def between(number: int) -> None:
         if number % 4 == 3:
             run.model.zero_grad()
 
-    return step, between
+    return without_clearing, between
 
 
 def frozen_within(_: Any) -> tuple[Step, Between]:
@@ -546,6 +580,8 @@ CASES = {
     "mode_that_stays": Case(mode_that_stays),
     "loaded": Case(loaded),
     "weight_replaced": Case(weight_replaced),
+    "number_in_a_method": Case(number_in_a_method),
+    "count_in_a_method": Case(count_in_a_method, told="SEEN"),
     "unfrozen_later": Case(unfrozen_later),
     "group_added": Case(group_added),
     "without_a_batch": Case(without_a_batch),
