@@ -36,7 +36,7 @@ def wait_for_a_trial_of_each(running: subprocess.Popen[str]) -> None:
 
 @needs_cores
 def test_two_workers_measure_for_one_study_and_one_answer(folder: Path) -> None:
-    done = process(*BOTH, "--study", "study", "--trials", "7", "--json", "--budget", budget_here(8), folder=folder)
+    done = process(*BOTH, "--study", "study", "--trials", "7", "--json", "--budget", budget_here(20), folder=folder)
     assert done.returncode == 0, done.stderr
     shared = next(one for one in json.loads(done.stdout)["findings"] if one["code"] == "shared-cpu")
     assert shared["message"].startswith("2 workers shared this CPU")
