@@ -89,8 +89,14 @@ class ProfileDocument:
 def adapter_for(kind: type) -> pydantic.TypeAdapter[Any]:
     """Returns pydantic's validator for a class, built on first use because building and importing are slow."""
     import pydantic
+    import pydantic_core
 
-    return pydantic.TypeAdapter(kind)
+    try:
+        return pydantic.TypeAdapter(kind)
+    except pydantic_core.SchemaError as error:
+        if "KeyboardInterrupt" in str(error):  # of a Ctrl-C meanwhile it makes an error of its own
+            raise KeyboardInterrupt from None
+        raise
 
 
 def policy_to_dict(policy: Policy) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pydantic
+import pydantic_core
 import pytest
 import yaml
 from hypothesis import example, given, settings
@@ -14,6 +16,7 @@ from amptune.errors import FileFormatError
 from amptune.policy import yaml_text
 from amptune.policy.file_io import load, parse_policy
 from amptune.policy.policy_file import PolicyFile
+from amptune.policy.serialization import adapter_for
 from amptune.policy.settings import STOCK, Fp32Rule, LossScale, Policy
 from amptune.policy.yaml_text import parse, read
 
@@ -120,3 +123,12 @@ def test_a_file_that_is_not_there_or_is_a_folder_is_said_to_be(tmp_path: Path) -
         with pytest.raises(FileFormatError) as caught:
             read(path)
         assert str(caught.value).startswith(f"{path}: cannot be read: ")
+
+
+def test_an_interruption_while_a_validator_is_built_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(_: type) -> None:
+        raise pydantic_core.SchemaError('Error building "literal" validator:\n  KeyboardInterrupt: ')
+
+    monkeypatch.setattr(pydantic, "TypeAdapter", build)
+    with pytest.raises(KeyboardInterrupt):
+        adapter_for.__wrapped__(Policy)

@@ -41,7 +41,10 @@ SEED_STRIDE = 10_000
 
 @dataclass
 class Training:
-    """The workload's training step under one policy, which can restart from the initial weights."""
+    """The workload's training step under one policy, which can restart from the initial weights.
+
+    Optimizers are known by their place among the step's: each stepper has its own.
+    """
 
     bench: Bench
     tuned: Tuned
@@ -201,7 +204,7 @@ class Training:
         An optimizer may step every few calls. A call that steps none goes on where the last ended, as a micro-batch.
         """
         kept: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        waited_for = {id(one) for one in stepper.optimizers} - self._never_step
+        waited_for = {*range(len(stepper.optimizers))} - self._never_step
         begins = True
         for _ in range(MOST_HALVINGS):
             if begins:
@@ -229,13 +232,14 @@ class Training:
             )
         raise NonFiniteError("the gradient overflows at every loss scale, so no step is taken")
 
-    def _capture(self, optimizer: torch.optim.Optimizer, held: Collection[int]) -> None:
+    def _capture(self, stepper: Stepper, optimizer: torch.optim.Optimizer, held: Collection[int]) -> None:
         """Captures the gradients that an optimizer steps with, unless they overflowed: some skip by themselves."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not float(found_inf):
             scale = getattr(optimizer, "grad_scale", None)
+            place = next(place for place, one in enumerate(stepper.optimizers) if one is optimizer)
             with torch._C.DisableTorchFunction():
-                self._captured.append((id(optimizer), *self.sketcher(1.0 if scale is None else scale, held)))
+                self._captured.append((place, *self.sketcher(1.0 if scale is None else scale, held)))
 
     def _require_finite(self, sketch: torch.Tensor) -> None:
         if not torch.isfinite(sketch).all():
@@ -257,7 +261,7 @@ class Training:
     def _stepper(self, *, capture: bool = False) -> Stepper:
         stepper = Stepper(self.bench.workload, self.tuned, self.feed)
         if capture:
-            stepper.before_optimizer(self._capture)
+            stepper.before_optimizer(partial(self._capture, stepper))
         return stepper
 
     def evaluated_at_start(self) -> float | None:

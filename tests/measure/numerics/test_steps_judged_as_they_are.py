@@ -158,6 +158,33 @@ def test_a_gradient_is_judged_when_its_own_optimizer_steps(
     assert judgement.passes, str(judgement)
 
 
+def test_an_optimizer_that_never_steps_is_known_by_its_place_though_another_comes_to_lie_where_it_lay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time that gradients are asked for has optimizers of its own; in memory they change places."""
+    met: list[object] = []
+
+    def place_in_memory(one: object) -> int:
+        if not any(one is other for other in met):
+            met.append(one)
+        number = next(number for number, other in enumerate(met) if other is one)
+        return (number + number // 2) % 2
+
+    monkeypatch.setattr("amptune.measure.numerics.short_training.id", place_in_memory, raising=False)
+    workload = Workload(
+        model=Gan,
+        batch=lambda n: torch.randn(n, 16),
+        step=STEPS["every second call"],
+        optimizer=lambda model: tuple(
+            torch.optim.SGD(model.get_submodule(part).parameters(), 0.1) for part in ("generator", "critic")
+        ),
+        batch_size=8,
+    )
+    with Training.on(Bench(workload, CPU), STOCK) as training:
+        first, second = (training.gradients(1) for _ in range(2))
+    assert (first.sketches == second.sketches).all()
+
+
 def test_the_gradients_of_sparse_and_dense_parameters_are_judged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Training, "step_s", lambda _: 1.0)
 
