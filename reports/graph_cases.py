@@ -3,6 +3,7 @@
     python reports/graph_cases.py --out cases.jsonl --jobs 12
     python reports/graph_cases.py --only streams 'cosines*'
     python reports/graph_cases.py --device cpu
+    python reports/graph_cases.py --blind
 
 Trains each case of `tests/runtime/graphs/hard_cases/` plainly, then with `GraphedModel`, with the same seeds and
 batches, and compares what each step returned, weights, buffers and gradients. The verdicts are told in
@@ -13,6 +14,7 @@ batches, and compares what each step returned, weights, buffers and gradients. T
 Each case tells what is expected of it; the summary names the others. Cases share processes, but one that hangs, crashes
 or leaves the GPU broken ends its own. `--only` takes names and kinds, with `*`. Appends a row to FILE as each case is
 done, and does nothing that stands there. A CPU has the recorder of the tests; cases that need CUDA are left out.
+`--blind` leaves out what recorded passes look for among the objects of the host, to tell what comparison alone finds.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as LimitError
 from concurrent.futures import as_completed
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,7 +47,9 @@ from hard_cases import CASES, Case
 from hard_cases.trial import Row, is_expected, row_of
 from taped import TapeRecorder
 
+from amptune.runtime.graphs import capture
 from amptune.runtime.graphs.graphed_model import GraphedModel
+from amptune.runtime.graphs.host_effects import DeviceState
 
 HUNG, CRASHED = "hung", "crashed"
 # The exit code of a process whose GPU does not compute any more.
@@ -56,6 +62,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, appended to")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes beside each other (default 1)")
+    parser.add_argument("--blind", action="store_true", help="do not look at objects of the host")
     parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="for a case (default 60)")
     arguments = parser.parse_args()
     chosen = [case for case in CASES.values() if is_asked_for(case, arguments.only)]
@@ -65,7 +72,7 @@ def main() -> int:
         out = arguments.out or Path(folder, "cases.jsonl")
         known = stored(out)
         left = [case for case in chosen if can_run(case, arguments.device) and case.name not in known]
-        run(left, out, arguments.device, arguments.jobs, arguments.limit)
+        run(left, out, arguments.device, arguments.jobs, arguments.limit, blind=arguments.blind)
         rows = stored(out)
     print(summary([rows[case.name] for case in chosen if case.name in rows]))
     return 0
@@ -84,9 +91,10 @@ def stored(out: Path) -> dict[str, Row]:
     return {row["name"]: row for row in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
 
 
-def run(cases: Sequence[Case], out: Path, device: str, jobs: int, limit_s: float) -> None:
+def run(cases: Sequence[Case], out: Path, device: str, jobs: int, limit_s: float, *, blind: bool) -> None:
     """Runs the cases in processes beside each other, which store rows; stores one for a case that ends its process."""
-    with ProcessPool(max_workers=jobs, context=multiprocessing.get_context("spawn")) as pool:
+    started = look_away if blind else None
+    with ProcessPool(max_workers=jobs, initializer=started, context=multiprocessing.get_context("spawn")) as pool:
         # Those with packages that are slow to import are first.
         ordered = sorted(cases, key=lambda case: not case.package)
         futures: dict[Any, Case] = {
@@ -109,6 +117,22 @@ def store(row: Row, out: Path) -> None:
         file.write(json.dumps(row) + "\n")
     mark = "" if row["is_expected"] else " (not expected)"
     print(f"{row['name']}: {row['verdict']}{mark}: {row['reason']} ({row['seconds']:g} s)", flush=True)
+
+
+def look_away() -> None:
+    """Has recorded passes put back random generators and buffers, and look at nothing else."""
+
+    @contextmanager
+    def blind(model: torch.nn.Module) -> Iterator[Callable[[], None]]:
+        device, python, cpu = DeviceState(model), random.getstate(), torch.get_rng_state()
+        try:
+            yield device.put_back
+        finally:
+            device.put_back()
+            random.setstate(python)
+            torch.set_rng_state(cpu)
+
+    vars(capture)["without_effects"] = blind
 
 
 def run_one(name: str, out: Path, device_name: str) -> None:

@@ -180,6 +180,7 @@ class Launched:
             "block_steps": self._steps,
             "steps": [answer["steps"] for answer in self._answers if "ms" in answer],
             "losses": [answer["loss"] for answer in self._answers if "ms" in answer],
+            "peak_mib": max((answer["peak_mib"] for answer in self._answers if "ms" in answer), default=None),
         }
 
 
@@ -244,7 +245,12 @@ class Loop:
                 seconds += self._seconds(fewer)
                 steps += fewer
         loss = round(float(self._loss.detach()), 5)
-        return {"ms": round(1000 * seconds / steps, 4), "steps": steps, "loss": loss}
+        return {"ms": round(1000 * seconds / steps, 4), "steps": steps, "loss": loss, "peak_mib": self._peak_mib()}
+
+    def _peak_mib(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_reserved() >> 20 if self._on_gpu else 0
 
     def _seconds(self, steps: int) -> float:
         self._wait()

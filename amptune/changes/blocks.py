@@ -14,7 +14,14 @@ from amptune.changes.flags import hold
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-__all__ = ["compile_blocks", "holds_compiled", "repeated_blocks", "repeated_leaves", "repeated_paths"]
+__all__ = [
+    "compile_blocks",
+    "compile_in_place",
+    "holds_compiled",
+    "repeated_blocks",
+    "repeated_leaves",
+    "repeated_paths",
+]
 
 # Where `Module.compile` keeps what it makes.
 _COMPILED = "_compiled_call_impl"
@@ -62,18 +69,26 @@ def compile_blocks(model: nn.Module) -> Callable[[], None]:
 
     kinds = repeated_blocks(model)
     blocks = [block for alike in kinds.values() for block in alike]
-    before = {block: {name: made for name, made in vars(block).items() if name == _COMPILED} for block in blocks}
     limits_back = [_raised(config, name, max(1, len(kinds))) for name in _LIMITS]
     warn_again = _without_warning_of_gradients()
-    for block in blocks:
-        block.compile(dynamic=False)
+    compiled = [compile_in_place(block, dynamic=False) for block in blocks]
 
     def undo() -> None:
-        for back in (*limits_back, warn_again):
+        for back in (*limits_back, warn_again, *compiled):
             back()
-        for block, made in before.items():
-            vars(block).pop(_COMPILED, None)
-            vars(block).update(made)
+
+    return undo
+
+
+def compile_in_place(module: nn.Module, mode: str | None = None, *, dynamic: bool | None = None) -> Callable[[], None]:
+    """Has calls of the module run compiled, from the first one on; returns a function that undoes it."""
+    before = vars(module).get(_COMPILED)
+    module.compile(mode=mode, dynamic=dynamic)
+
+    def undo() -> None:
+        vars(module).pop(_COMPILED, None)
+        if before is not None:
+            vars(module)[_COMPILED] = before
 
     return undo
 

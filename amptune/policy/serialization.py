@@ -42,19 +42,19 @@ PROFILE_SCHEMA = "amptune.profile/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyBody(Policy):
-    """A policy as an entry of a profile holds it; `compile: default` of the scope `blocks` is `compile: blocks`."""
+    """A policy as an entry of a profile holds it; `compile: default` of the scope `blocks` or `step` is that."""
 
     schema: Literal["amptune.policy/1"] | None = None
     name: str | None = None
     valid_for: dict[str, str] = field(default_factory=dict)
     evidence: Evidence = field(default_factory=Evidence)
-    compile_scope: Literal["model", "blocks"] = "model"
+    compile_scope: Literal["model", "blocks", "step"] = "model"
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` as `Policy` does, and for blocks in a mode that compiles no blocks."""
+        """Raises `ValueError` as `Policy` does, and for a scope that the mode does not have."""
         Policy.__post_init__(self)
-        if self.compile_scope == "blocks" and self.compile not in ("default", "blocks"):
-            raise ValueError(f"compile_scope: blocks needs compile: default, not {self.compile}")
+        if self.compile_scope != "model" and self.compile not in ("default", self.compile_scope):
+            raise ValueError(f"compile_scope: {self.compile_scope} needs compile: default, not {self.compile}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +150,8 @@ def policy_file_to_dict(policy_file: PolicyFile, *, schema: bool = True) -> dict
 def policy_file_from(body: PolicyBody) -> PolicyFile:
     """Splits a file's single mapping into the policy's settings and the rest."""
     settings = {f.name: getattr(body, f.name) for f in fields(Policy)}
-    if body.compile_scope == "blocks":
-        settings["compile"] = "blocks"
+    if body.compile_scope != "model":
+        settings["compile"] = body.compile_scope
     rest = {f.name: getattr(body, f.name) for f in fields(PolicyFile) if f.name not in ("policy", "origin")}
     return PolicyFile(policy=Policy(**settings), **rest)
 

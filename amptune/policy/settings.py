@@ -80,8 +80,8 @@ class Policy:
     means `torch.amp.GradScaler`'s defaults there, and no scaling for half weights without master weights.
 
     `cuda_graphs` records the model's training passes, or as "step" the whole training step of `tuned.training_step`,
-    and replays them, kernel for kernel; modes of `compile` for the
-    whole model have CUDA graphs of their own. `compile: blocks` compiles repeated blocks one by one, equal ones once.
+    and replays them, kernel for kernel; some modes of `compile` have CUDA graphs of their own. `compile: blocks`
+    compiles repeated blocks one by one, equal ones once; `compile: step` the model and the loss, as one.
     `checkpoint` names modules, by path, whose activations are computed again in the backward pass.
     """
 
@@ -140,14 +140,23 @@ class Policy:
         return self.precision == "off" or bool(self.fp32_modules)
 
     @property
+    def needs_call(self) -> bool:
+        """True if a loop has all of it that trains by `tuned.training_step`, and no other."""
+        return "step" in (self.cuda_graphs, self.compile)
+
+    @property
     def compiles_whole(self) -> bool:
         """True if the whole model is compiled, which frameworks do by themselves; they do not compile its blocks."""
         return self.compile in WHOLE_MODES
 
     def compiled(self, mode: CompileMode) -> Policy:
-        """Returns this policy with a torch.compile mode; blocks are recorded, and other modes decide on CUDA graphs."""
-        records = mode == "blocks" and not self.checkpoint
-        return replace(self, compile=mode, cuda_graphs=records and (self.cuda_graphs or True))
+        """Returns this policy with a torch.compile mode, and recorded if it can be, unless the mode records by itself.
+
+        Blocks are recorded; so are whole steps where this policy records them, or where the loss is compiled too.
+        """
+        step: CudaGraphs = "step" if self.weights == "fp32" else False
+        graphs = {"blocks": self.cuda_graphs or True, "step": step, "default": self.cuda_graphs == "step" and step}
+        return replace(self, compile=mode, cuda_graphs=not self.checkpoint and graphs.get(mode, False))
 
     def departures(self) -> Iterator[tuple[str, Any]]:
         """Yields each setting that differs from stock PyTorch, as (name, value), in the order of the file."""

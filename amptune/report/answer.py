@@ -28,7 +28,8 @@ def _next(decision: Decision, output: str, training: str) -> str:
         return f"{written}; " + (
             "run again to make it surer" if decision.provisional else "nothing to change in training"
         )
-    call = "; train by tuned.training_step, which it records" if decision.policy.cuda_graphs == "step" else ""
+    does = "records" if decision.policy.cuda_graphs == "step" else "compiles"
+    call = f"; train by tuned.training_step, which it {does}" if decision.policy.needs_call else ""
     return f"{written}. In training: {training}{call}" + (
         "; run again to make it surer" if decision.provisional else ""
     )

@@ -234,7 +234,7 @@ def _apply(
             steps.add(unswap, one.module)
         steps.add(weights.undo)
         weights.convert()
-        compiled_model = compiled(settings.compile, model, steps)
+        compiled_model = compiled(settings.compile, model, steps, in_place=bool(settings.cuda_graphs))
         graphed = _graphed(model, steps) if settings.cuda_graphs else None
         whole_step = _whole_step(graphed, steps) if graphed is not None and settings.cuda_graphs == "step" else None
         called = graphed or compiled_model

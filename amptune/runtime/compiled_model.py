@@ -1,4 +1,4 @@
-"""torch.compile, as a policy has it: of the whole model or of its repeated blocks."""
+"""torch.compile, as a policy has it: of the whole model, with its loss or alone, or of its repeated blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from amptune.changes.blocks import compile_blocks
+from amptune.changes.blocks import compile_blocks, compile_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +24,19 @@ __all__ = ["compiled"]
 _AUTOCAST_IN_GRAPHS = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
 
 
-def compiled(mode: CompileMode, model: nn.Module, steps: WayBack) -> nn.Module:
-    """Returns the compiled model. torch.compile sets attributes on `model`, which `steps` removes again."""
+def compiled(mode: CompileMode, model: nn.Module, steps: WayBack, *, in_place: bool = False) -> nn.Module:
+    """Returns the compiled model, or the model itself, compiled in place, for what else is put around it.
+
+    torch.compile sets attributes on `model`, which `steps` removes again.
+    """
     if mode == "off":
         return model
     steps.add(_cache_graphs_with_autocast())
     if mode == "blocks":
         steps.add(compile_blocks(model))
+        return model
+    if in_place or mode == "step":
+        steps.add(compile_in_place(model, None if mode in ("default", "step") else mode))
         return model
     before = set(vars(model))
     whole = cast("nn.Module", torch.compile(model, mode=None if mode == "default" else mode))

@@ -233,8 +233,13 @@ class Tuned:
                 "tuned.training_step(loss, optimizer, model=DistributedDataParallel(tuned.model)); model=tuned.model "
                 "if they exchange none, or if fully_shard shards it"
             )
+        called, from_model = loss, model
+        if self._active and self.policy.compile == "step" and loss is not None and model in (None, self.model):
+            called, from_model = torch.compile(loss), self._plain_model  # the model in it
         train: RecipeStep | OwnStep = (
-            RecipeStep(self, loss, optimizer, clip, model) if step is None else OwnStep(self, step, optimizer, model)
+            RecipeStep(self, called, optimizer, clip, from_model)
+            if step is None
+            else OwnStep(self, step, optimizer, model)
         )
         if self._whole_step is not None and self._active:
             code = {"loss": loss} if step is None else {"step": step}

@@ -6,7 +6,7 @@ The phases stand in order; the first that has a job has the word.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -28,7 +28,7 @@ from amptune.search.table.trial import Trial
 __all__ = ["next_job"]
 
 # The modes that compile in the background; the others time kernels, which would disturb and be disturbed.
-BEHIND = ("reduce-overhead", "default", "blocks")
+BEHIND = ("reduce-overhead", "default", "step", "blocks")
 # A proposal that promises less in a second of its time is not worth doing: 1 % of speed in a minute.
 WORTHWHILE = 0.01 / 60
 # Where blocks of one policy differ by this much, a further trial tells nothing before leader and baseline took turns.
@@ -282,8 +282,9 @@ def _graphs_in_order(state: State) -> Iterator[Policy]:
     found = [policy.compiled(mode) for policy in leading for mode in modes]
     if wide := state.candidates.in_words.get(FLOAT8, {}).get("wide", ()):
         found[1:1] = [replace(one, autocast="bf16", float8_modules=wide) for one in found[:1] if one.weights == "fp32"]
-    in_space = (one for one in found if one in state.history.catalog.points)
-    yield from dict.fromkeys(chain(in_space, starts, (one for one in refinements_of(state) if one.compile in BEHIND)))
+    able = (replace(one, cuda_graphs=False) if _cannot_record(one, state) else one for one in chain(found, starts))
+    in_space = (one for one in able if one in state.history.catalog.points)
+    yield from dict.fromkeys(chain(in_space, (one for one in refinements_of(state) if one.compile in BEHIND)))
 
 
 def _is_lost(policy: Policy, state: State) -> bool:
@@ -324,14 +325,18 @@ def cannot_compile(state: State) -> bool:
 
 def _is_broken(policy: Policy, state: State) -> bool:
     """Returns True if its graphs cannot be made here: all that were compiled or recorded alike were not supported."""
-    trials = state.history.trials
-    alike = [one for one in trials if policy.compile != "off" and one.policy.compile == policy.compile]
-    recorded = [one for one in trials if policy.cuda_graphs and one.policy.cuda_graphs == policy.cuda_graphs]
-    return any(some and all(map(_is_unsupported, some)) for some in (alike, recorded))
+    alike = [one for one in state.history.trials if one.policy.compile == policy.compile != "off"]
+    return _are_unsupported(alike) or _cannot_record(policy, state)
 
 
-def _is_unsupported(trial: Trial) -> bool:
-    return isinstance(trial.outcome, Failure) and trial.outcome.kind == "unsupported"
+def _cannot_record(policy: Policy, state: State) -> bool:
+    recorded = [one for one in state.history.trials if one.policy.cuda_graphs == policy.cuda_graphs is not False]
+    return _are_unsupported(recorded)
+
+
+def _are_unsupported(trials: Sequence[Trial]) -> bool:
+    fails = (isinstance(one.outcome, Failure) and one.outcome.kind == "unsupported" for one in trials)
+    return bool(trials) and all(fails)
 
 
 def _broken_recipes(state: State) -> Iterator[Policy]:

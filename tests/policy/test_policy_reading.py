@@ -45,6 +45,7 @@ def refused(text: str) -> str:
         *((f"cudnn_benchmark: {on}", Policy(cudnn_benchmark=True)) for on in ("on", "yes", "True")),
         ("fused_optimizer: no", STOCK),
         ("compile: default\ncompile_scope: blocks", Policy(compile="blocks")),
+        ("compile: default\ncompile_scope: step\ncuda_graphs: step", Policy(compile="step", cuda_graphs="step")),
         ("batch_size: 128.0", Policy(batch_size=128)),
         *((f"{FP16} {{init: {n}}}", SCALED) for n in ("1e3", "1000")),
         (f"{FP16} {{init: 128, static: true}}", Policy(autocast="fp16", loss_scale=LossScale(init=128.0, static=True))),

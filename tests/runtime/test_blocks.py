@@ -13,6 +13,7 @@ import pytest
 import torch
 from taped import TapeRecorder
 from torch import nn
+from torch.nn import functional as F  # noqa: N812  # the name all of PyTorch's users give it
 
 from amptune import Policy, apply
 from amptune.changes.blocks import repeated_blocks, repeated_leaves
@@ -108,6 +109,45 @@ def test_more_kinds_than_pytorch_would_compile_are_compiled(compiled: list[torch
         tuned.model(torch.randn(3, 2, requires_grad=True))
     assert len(compiled) == len(set(widths)) > limit
     assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_the_loss_is_compiled_with_the_model_where_training_is_one_call(compiled: list[torch.fx.GraphModule]) -> None:
+    """In another loop the model alone is."""
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.smooth_l1_loss(model(x), x)
+
+    plain, x = Tower(4, 4), torch.randn(5, 4)
+    model, step = deepcopy(plain), Policy(compile="step")
+    with apply(step, model) as tuned:
+        train = tuned.training_step(loss, torch.optim.SGD(model.parameters(), lr=0.5))
+        losses = [train(x) for _ in range(3)]
+        assert "smooth_l1_loss" in compiled[0].code
+        assert len(compiled) == 1
+        tuned.model(x)
+        assert "smooth_l1_loss" not in compiled[1].code
+    assert model._compiled_call_impl is None
+    with apply(Policy(), plain) as tuned:
+        train = tuned.training_step(loss, torch.optim.SGD(plain.parameters(), lr=0.5))
+        torch.testing.assert_close(losses, [train(x) for _ in range(3)])
+
+
+@pytest.mark.parametrize("mode", ["default", "step"])
+def test_a_whole_step_is_recorded_over_what_is_compiled(compiled: list[torch.fx.GraphModule], mode: Any) -> None:
+    losses = []
+    for policy in (Policy(), Policy(compile=mode, cuda_graphs="step")):
+        torch.manual_seed(0)
+        model = Tower(4, 4)
+        tuned = apply(policy, model, guard=False)
+        if tuned.recordings is not None:
+            tuned.recordings.recorder, tuned.recordings.device_type = TapeRecorder, "cpu"
+        optimizer = tuned.optimizer(torch.optim.SGD(model.parameters(), lr=0.5, fused=True))
+        train = tuned.training_step(lambda model, x: model(x).square().mean(), optimizer)
+        losses.append([train(torch.randn(3, 4)) for _ in range(8)])
+    assert tuned.recordings is not None
+    assert (tuned.recordings.made, tuned.recordings.calls) == (1, 5)
+    assert ("square" in compiled[0].code) == (mode == "step")
+    torch.testing.assert_close(*losses)
 
 
 def test_undo_leaves_the_model_as_it_was(compiled: list[torch.fx.GraphModule]) -> None:

@@ -71,9 +71,9 @@ def candidates(*pins: tuple[str, str]) -> Candidates:
 
 
 def test_the_space_allows_tf32_under_autocast_unless_a_pin_or_the_space_has_none() -> None:
-    policy = replace(BF16, fp32_math="tf32")
+    policy = replace(BF16, compile="step", fp32_math="tf32")
     assert candidates().allows(policy)
-    assert not candidates().allows(replace(BF16, fp32_math="ieee"))
+    assert not candidates().allows(replace(policy, fp32_math="ieee"))
     assert not candidates(("fp32_math", "stock")).allows(policy)
     assert not candidates(("autocast", "fp16")).allows(policy)
 

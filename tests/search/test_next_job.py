@@ -21,7 +21,7 @@ from amptune.search.table.row import Row
 
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 FAST = Policy(autocast="bf16", memory_format="channels_last", fused_optimizer=True)
-GRAPHED, DEFAULT = FAST.compiled("reduce-overhead"), FAST.compiled("default")
+GRAPHED, OF_STEP = FAST.compiled("reduce-overhead"), FAST.compiled("step")
 CANNOT_RECORD = Failure(kind="unsupported", message="random numbers come from the host")
 
 
@@ -37,7 +37,7 @@ def test_the_likeliest_winner_compiles_before_anything_is_measured() -> None:
     first = job_after(state_of())
     assert (first.kind, first.policies) == ("compile", (GRAPHED,))
     both = job_after(state_of(graphs_at_once=2).but(graphs=Graphs(at_once=2, begun={GRAPHED: 0.0})))
-    assert (both.kind, both.policies) == ("compile", (DEFAULT,))
+    assert (both.kind, both.policies) == ("compile", (OF_STEP,))
 
 
 def test_the_baseline_is_the_first_trial_and_once_a_run() -> None:
@@ -56,7 +56,7 @@ def test_both_graphs_of_the_leading_precision_come_before_those_of_another() -> 
         order += job.policies
         state = state.but(graphs=Graphs(at_once=len(order) + 1, begun=dict.fromkeys(order, 100.0)))
     assert [(one.autocast, one.compile) for one in order] == [
-        ("fp16", "reduce-overhead"), ("fp16", "default"), ("bf16", "reduce-overhead"), ("bf16", "default"),
+        ("fp16", "reduce-overhead"), ("fp16", "step"), ("bf16", "reduce-overhead"), ("bf16", "step"),
     ]  # fmt: skip
 
 
@@ -68,7 +68,9 @@ def test_what_cannot_be_recorded_gives_its_place_to_what_needs_no_recording() ->
         FAST: 5.0,
     }
     job = job_after(state_of(refused))
-    assert (job.kind, job.policies) == ("compile", (DEFAULT,))
+    assert (job.kind, job.policies) == ("compile", (OF_STEP,))
+    job = job_after(state_of({**refused, replace(FAST, cuda_graphs="step"): CANNOT_RECORD}))
+    assert (job.kind, job.policies) == ("compile", (replace(OF_STEP, cuda_graphs=False),))
 
 
 def test_recorded_passes_are_not_tried_where_the_whole_step_was_but_what_the_plain_loop_gets_is_told() -> None:

@@ -93,6 +93,11 @@ def batch_sizes(own: int) -> set[int]:
     return {max(1, int(factor * own)) for factor in BATCH_FACTORS}
 
 
+def _mode(policy: Policy) -> str:
+    """The mode of the recorded rows: a loss compiled too gains nothing in these trainings."""
+    return "default" if policy.compile == "step" else policy.compile
+
+
 class Landscape:
     """The true step time of every policy of a workload: the same in every process, whatever was asked before."""
 
@@ -121,7 +126,7 @@ class Landscape:
 
     def true_ms(self, policy: Policy) -> float:
         """A step of the policy, without noise."""
-        row, off = self._nearest(policy, policy.compile), self._nearest(policy, "off")
+        row, off = self._nearest(policy, _mode(policy)), self._nearest(policy, "off")
         fixed_ms = off * self._traits.fixed[policy.autocast != "off"]
         graph, fusion = self._compile_factors(policy, off, row)
         per_batch_ms = (off - fixed_ms) * self._batch_of(policy) / self.own_batch_size * self._ripple(policy)
@@ -165,7 +170,7 @@ class Landscape:
         if policy.compile == "off":
             return 1.0, 1.0
         default = row_ms / off_ms if row_ms != off_ms else self._traits.compiled
-        graph, fusion = COMPILE_MODES[policy.compile]
+        graph, fusion = COMPILE_MODES[_mode(policy)]
         return default * graph, default * fusion
 
     def _ripple(self, policy: Policy) -> float:

@@ -1,4 +1,4 @@
-"""CUDA graphs of the model's training passes or of whole steps, kernel for kernel, with blocks compiled or nothing."""
+"""CUDA graphs of the model's training passes or of whole steps, kernel for kernel, compiled or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from amptune.policy.findings import Finding
-from amptune.policy.knobs.compile_mode import WHOLE_MODES
+from amptune.policy.knobs.compile_mode import CUDA_GRAPH_MODES
 from amptune.policy.knobs.knob import TRUTH, Knob, Model, Settings
 
 __all__ = ["CUDA_GRAPHS", "CudaGraphs"]
@@ -25,11 +25,8 @@ def _idle(policy: Settings, _: Model) -> Iterator[Finding]:
 
 
 def _conflict(policy: Settings) -> str | Literal[False]:
-    if policy.compile in WHOLE_MODES:
-        return (
-            "cuda_graphs: what torch.compile makes has CUDA graphs by its mode (reduce-overhead), and compile is "
-            f"{policy.compile}"
-        )
+    if policy.compile in CUDA_GRAPH_MODES:
+        return f"cuda_graphs: compile {policy.compile} has CUDA graphs of its own; compile: default has none"
     if policy.checkpoint:
         return (
             "cuda_graphs: a recording has no random numbers to go back to, as checkpoint does for what it computes "

@@ -35,6 +35,7 @@ class SeenPass:
     _of_sources: dict[int, torch.Tensor] = field(default_factory=dict)
     _passes: set[int] = field(default_factory=set)
     _has_more: bool = False
+    _asks_for_source: bool = False
 
     def watched(self, returned: Any) -> Any:
         """Returns copies that note which outputs a backward pass starts from, but those that others are made from."""
@@ -42,7 +43,9 @@ class SeenPass:
         sources = sources_among(tensors)
         for place, one in enumerate(tensors):
             if one.requires_grad and place in sources:
-                one.register_hook(partial(self._of_sources.__setitem__, place))  # type: ignore[no-untyped-call]
+                hooks: list[Any] = []  # which outlive the tensor
+                one.register_hook(partial(self._note_source, place, weakref.ref(one), hooks))  # type: ignore[no-untyped-call]
+                hooks.append(one._backward_hooks)
             elif one.requires_grad:
                 tensors[place] = _under_name(name_of_node(one), _Mark).apply(self, place, one)
         return signature.filled(tensors)
@@ -53,6 +56,16 @@ class SeenPass:
         self._passes.add(torch._C._current_graph_task_id())
         self._has_more |= _is_kept() or torch.is_grad_enabled()
 
+    def _note_source(
+        self, place: int, source: weakref.ref[torch.Tensor], hooks: Sequence[Any], gradient: torch.Tensor
+    ) -> None:
+        """Notes the gradient of an output that others are made from, and whether the loop wants it: replays lack it."""
+        self._of_sources[place] = gradient
+        self._passes.add(torch._C._current_graph_task_id())
+        own = source()
+        is_asked = own is not None and (own.retains_grad or not _reaches_leaves(own.grad_fn))
+        self._asks_for_source |= is_asked or len(hooks[0]) > 1
+
     def is_used(self) -> bool:
         """Returns True once a backward pass has come. It started from a source if it did from no other output."""
         self.gradients = self.gradients or dict(self._of_sources)
@@ -60,9 +73,13 @@ class SeenPass:
         return bool(self.gradients)
 
     def require_one_pass(self) -> None:
-        """Raises `NotRecordableError` if there was more than one backward pass, or if another may follow."""
+        """Raises `NotRecordableError` for more than one backward pass, or one that asks for what replays lack."""
         if self._has_more or len(self._passes) > 1:
             raise NotRecordableError("has several backward passes (one for each loss, retain_graph or create_graph)")
+        if self._asks_for_source:
+            raise NotRecordableError(
+                "returns what another output is made from, with a hook on it or its gradient asked for"
+            )
 
 
 class _Mark(torch.autograd.Function):
@@ -216,6 +233,16 @@ def _is_kept() -> bool:
     """Returns True if the running backward pass was asked to keep its graph (retain_graph)."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())  # what cannot be asked counts as unsafe
+
+
+def _reaches_leaves(node: Any) -> bool:
+    """Returns True if the running backward pass adds to what lies behind a node, and is no `autograd.grad`."""
+    while node.next_functions and not hasattr(node, "variable"):
+        node = next(inner for inner, _ in node.next_functions if inner is not None)
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient is returned
+        return False
 
 
 @cache

@@ -81,9 +81,10 @@ def evidence_of(
 def _of_plain_loop(verdict: Verdict) -> dict[str, Any] | None:
     """Returns what a loop gets that does not train by `tuned.training_step`, if the winner needs that, and if known."""
     policy = verdict.winner.policy
-    if policy.cuda_graphs != "step":
+    if not policy.needs_call:
         return None
-    others = (verdict.contender_of(replace(policy, cuda_graphs=graphs)) for graphs in (True, False))
+    plain = replace(policy, compile="default") if policy.compile == "step" else policy
+    others = (verdict.contender_of(replace(plain, cuda_graphs=graphs)) for graphs in (True, False))
     known = next((one.vs_baseline for one in others if one is not None and one.vs_baseline is not None), None)
     return None if known is None else {"speedup": _digits(known.value), "speedup_ci95": _interval(known)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from amptune.measure.results.outcome import Failure, Measurement, Outcome
 from amptune.policy.setting_effects import memory_of
-from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES, WHOLE_MODES, Policy
+from amptune.policy.settings import AUTOTUNED_MODES, CUDA_GRAPH_MODES, Policy
 from amptune.search.sampler.surrogate import Belief, Surrogate
 from amptune.search.space.knobs import Dimension, Point, Space, Value, points
 from amptune.search.table.objective import Objective, Yardstick
@@ -133,7 +133,7 @@ def _seen(policy: Policy, point: Point) -> Point:
         seen["fp32_math"] = UNUSED
     if COMPILED in point:
         mode = str(point[COMPILED])
-        seen[COMPILED] = "on" if mode in WHOLE_MODES else mode
+        seen[COMPILED] = mode if mode in ("off", "blocks") else "on"
         seen[CUDA_GRAPHS] = mode in CUDA_GRAPH_MODES or point.get(CUDA_GRAPHS, False)
         seen[AUTOTUNED] = mode in AUTOTUNED_MODES
     return Point(seen)

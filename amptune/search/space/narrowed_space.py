@@ -117,6 +117,9 @@ def _for_model(space: Space, subject: Subject) -> Space:
         space = with_choices(space, knob.name, choices, otherwise=others[0] if len(others) == 1 else plain)
         if of.is_optional and choices == (of.stock,):
             space = without_knob(space, knob.name)
+    modes = space.choices("compile")
+    if "step" in modes:  # the model alone was nowhere faster (reports/h200/compile_scopes)
+        space = with_choices(space, "compile", tuple(one for one in modes if one != "default"), otherwise="step")
     return space
 
 

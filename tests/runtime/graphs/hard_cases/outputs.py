@@ -51,9 +51,27 @@ both("loss_alone", lambda loss, _: loss)
 both("loss_and_logits", lambda loss, logits: loss + 0.1 * logits.square().mean(), Why.UNUSED, (ALWAYS, LATER))
 both("logits_instead_of_loss", lambda _, logits: logits.square().mean(), Why.UNUSED, LATER)
 both("hook_on_logits_of_loss", lambda loss, out: then(out.register_hook(halve), loss), Why.UPSTREAM, (ALWAYS, LATER))
+both(
+    "hook_on_logits_that_the_loss_uses_too",
+    lambda loss, out: then(out.register_hook(halve), loss + 0.1 * out.square().mean()),
+    Why.UPSTREAM,
+)
 both("gradient_between_outputs", slope_between, Why.SEVERAL)
 # Plain training raises for the loss, which needs what was overwritten; here nothing needs it.
 both("logits_of_loss_written", lambda _, logits: logits.mul_(0.5).square().mean())
+
+
+@case.step(forward=loss_and_logits, why=Why.UPSTREAM)
+def gradients_of_logits_and_weights(t: Training) -> Tensor:
+    """Asks for them in one pass, which is not `backward()`."""
+    loss, logits = t.called(*t.batch())
+    weights = [*t.model.parameters()]
+    of_logits, *gradients = torch.autograd.grad(loss + 0.1 * logits.square().mean(), [logits, *weights])
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+    return of_logits
 
 
 @case.step(forward=loss_and_logits, why=Why.UPSTREAM)
