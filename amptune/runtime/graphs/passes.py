@@ -45,7 +45,7 @@ class SeenPass:
             if one.requires_grad and place in sources:
                 hooks: list[Any] = []  # which outlive the tensor
                 one.register_hook(partial(self._note_source, place, weakref.ref(one), hooks))  # type: ignore[no-untyped-call]
-                hooks.append(one._backward_hooks)
+                hooks.append(weakref.ref(one._backward_hooks))
             elif one.requires_grad:
                 tensors[place] = _under_name(name_of_node(one), _Mark).apply(self, place, one)
         return signature.filled(tensors)
@@ -64,7 +64,7 @@ class SeenPass:
         self._passes.add(torch._C._current_graph_task_id())
         own = source()
         is_asked = own is not None and (own.retains_grad or not _reaches_leaves(own.grad_fn))
-        self._asks_for_source |= is_asked or len(hooks[0]) > 1
+        self._asks_for_source |= is_asked or len(hooks[0]()) > 1
 
     def is_used(self) -> bool:
         """Returns True once a backward pass has come. It started from a source if it did from no other output."""

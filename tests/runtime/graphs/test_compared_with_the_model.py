@@ -171,7 +171,7 @@ def test_neither_batches_nor_gradients_are_kept_and_recordings_are_freed_with_th
             loss, logits = called(x)
             kept += [weakref.ref(one) for one in (x, loss, logits)]
             if seed == 0:
-                logits.register_hook(lambda gradient, kept=kept: kept.append(weakref.ref(gradient)))
+                loss.register_hook(lambda gradient, kept=kept: kept.append(weakref.ref(gradient)))
             loss.backward()
             del x, loss, logits
         assert not any(one() is not None for one in kept)
