@@ -25,6 +25,7 @@ __all__ = [
     "OutputError",
     "PolicyApplyError",
     "Problem",
+    "ScriptEndedError",
     "SpaceError",
     "StudyError",
     "TargetError",
@@ -77,6 +78,10 @@ class PolicyApplyError(AmptuneError):
 
 class TargetError(AmptuneError):
     """A target (`file.py:name`, `package.module:name`) does not exist or is no usable `Workload`."""
+
+
+class ScriptEndedError(TargetError):
+    """A script that is tuned as it runs has ended, by the count of its loop or by an error."""
 
 
 class UserCodeError(AmptuneError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["before", "hold", "is_held", "set_fp32_math"]
+__all__ = ["before", "fp32_math_now", "hold", "is_held", "set_fp32_math"]
 
 # By the name of a setting: its value before the first policy, then that of each policy, each in a list of its own.
 _held: dict[str, list[list[Any]]] = {}
@@ -175,3 +175,11 @@ def _deprecation_unsaid() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
+
+
+def fp32_math_now() -> Literal["stock", "ieee", "tf32"]:
+    """Returns the FP32 math that is set now, as policies name it; "stock" for any other mixture."""
+    matmul, conv = _read("cuda", "matmul"), _read("cuda", "conv")
+    if matmul == "tf32":
+        return "tf32"
+    return "ieee" if conv == "ieee" else "stock"

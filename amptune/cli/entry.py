@@ -38,6 +38,7 @@ _COMMANDS = {
     "probe": "amptune.cli.probe:probe_command",
     "profile": "amptune.cli.profile:profile_group",
     "report": "amptune.cli.report:report_command",
+    "run": "amptune.cli.run:run_command",
     "schema": "amptune.cli.files:schema_command",
     "tune": "amptune.cli.tune:tune_command",
     "verify": "amptune.cli.verify:verify_command",
@@ -114,20 +115,17 @@ def cli() -> None:
     """Find the fastest numerically safe way to run a PyTorch training step on this machine.
 
     \b
-    amptune init --from train.py            write a workload from a training script
-    amptune tune train.py                   measure the workload in it; writes policy.yaml
-    amptune explain policy.yaml             what was found, in words
-    amptune diagnose train.py               why is it slow, where do NaNs come from?
-    amptune verify policy.yaml train.py     does it still hold?
-    amptune init workload.py                no script yet: describe a training step
+    amptune tune train.py -- its arguments               measure the script as it is; writes policy.yaml
+    amptune run policy.yaml train.py -- its arguments    train under it, without a changed line
+    amptune explain policy.yaml                          what was found, in words
+    amptune diagnose train.py                            why is it slow, where do NaNs come from?
+    amptune verify policy.yaml train.py                  does it still hold?
+    amptune init workload.py                             no script: describe a training step
 
     \b
-    In train.py, one of:
-    workload = amptune.Workload.from_loop(model, loader, loss_fn, optimizer)
-    workload = amptune.Workload.from_trainer(trainer)
-    workload = amptune.Workload.from_lightning(module, loader)
-
-    In training: tuned = amptune.apply("policy.yaml", model)
+    In code of your own:
+    workload = amptune.Workload.from_loop(model, loader, loss_fn, optimizer)   # to tune
+    tuned = amptune.apply("policy.yaml", model)                                # to train
 
     Exit codes: 0 fine; 1 a claim does not hold, or your code raised; 2 a wrong argument or file;
     3 not even the baseline runs; 4 not valid for this hardware; 130 interrupted.

@@ -91,7 +91,7 @@ def deliver(
     if as_json:
         print_json("amptune.tune/1", {**_as_data(decision, output), "artifacts": artifacts})
     else:
-        training = line_for_training(target, output)
+        training = line_for_training(target, output, request.source.arguments)
         print_decision(decision, output, sys.stdout, training=training, verbose=verbose)
         if not quiet:
             print_findings(decision, sys.stderr, artifacts=artifacts, verbose=verbose)

@@ -21,6 +21,7 @@ from amptune.cli.options import (
     json_option,
     objective_options,
     print_error,
+    print_json,
     progress_unless,
     say,
     target_argument,
@@ -39,7 +40,7 @@ __all__ = ["tune_command"]
 
 
 _GROUPS = {
-    "Result": ["output", "force", "report", "verbose", "quiet", "as_json"],
+    "Result": ["output", "force", "report", "verbose", "quiet", "dry_run", "as_json"],
     "Effort": ["budget", "trials"],
     "What is best": ["objective", "least_speed", "baseline", "max_memory"],
     "What may change": ["batch_size", "global_batch", "devices", "compile_", "pins", "space"],
@@ -67,7 +68,7 @@ _GROUPS = {
 @click.option("--compile/--no-compile", "compile_", default=None,
               help="Whether to try torch.compile. Default: where the budget has time for it.")  # fmt: skip
 @objective_options("throughput", "Most samples per second, least peak memory, or least energy per sample.")
-@click.option("--baseline", type=FILE, default="stock", show_default=True, help="What training uses today.",
+@click.option("--baseline", type=FILE, help="What training uses today. Default: stock, or what a script sets.",
               metavar="stock|amp-fp16|amp-bf16|transformers|FILE")  # fmt: skip
 @click.option("--set", "pins", multiple=True, metavar="KNOB=VALUE", help="Pin a knob instead of searching it.")
 @click.option("--device", metavar="cuda:N|cpu", help="Default: the first GPU, else the CPU.")
@@ -89,6 +90,7 @@ _GROUPS = {
               help="What proposes policies: amptune's own sampler, or one of Optuna's.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Print the policies that were compared and all findings too.")
 @click.option("-q", "--quiet", is_flag=True, help="Print the answer alone: no progress, no findings.")
+@click.option("--dry-run", is_flag=True, help="Show what TARGET trains, and measure nothing.")
 @json_option
 @pass_session
 def tune_command(
@@ -99,6 +101,7 @@ def tune_command(
     as_json: bool,
     verbose: bool,
     quiet: bool,
+    dry_run: bool,
     report: str | None,
     workers: int,
     of_run: str | None,
@@ -106,8 +109,9 @@ def tune_command(
 ) -> int:
     """Find the best policy for TARGET on this machine.
 
-    TARGET is FILE.py, if it has one workload, FILE.py:NAME or PACKAGE.MODULE:NAME: an amptune.Workload or a function
-    that returns one. `amptune init` writes a starter. What stands behind -- are the script's own arguments.
+    TARGET is a training script, which runs as it is; what stands behind -- are its own arguments. It changes no file
+    meanwhile. Or it is an amptune.Workload, or a function that returns one: FILE.py, if it has just one, FILE.py:NAME
+    or PACKAGE.MODULE:NAME. `amptune init` writes a starter.
     Stock PyTorch and the AMP recipe are measured first. The same command again resumes its study: a policy that had its
     trial gets no second one. It also replaces the policy that it wrote; no other file, without --force.
     """
@@ -120,15 +124,16 @@ def tune_command(
     pins = _pins(options.pop("pins"))
     options["devices"] = session.devices(options["devices"], options["device"])
     ranks = session.ranks(options["devices"], options["device"]) if workers == 1 else 1
-    if workers > 1 and session.torchrun is not None:
-        raise click.BadParameter("torchrun's processes train together: leave it out", param_hint="--workers")
+    _require_one_job(workers, session)
     mine, *others = parts_of(workers, options["device"], options["trials"])
     use_cores(mine.cores)
     session.start_importing(options["target"], options["device"])
     from amptune.search.pipeline import TuningInterrupted, run_tuning
 
-    require_replaceable(output, options["target"], force=force)
     request = replace(_request(session, pins=pins, ranks=ranks, **options | {"trials": mine.trials}), workers=workers)
+    if dry_run:
+        return _show(request, session, as_json=as_json)
+    require_replaceable(output, options["target"], force=force)
     _require_folder(request.folder)
     tell = partial(
         deliver,
@@ -168,6 +173,27 @@ def tune_command(
     return 0
 
 
+def _require_one_job(workers: int, session: Session) -> None:
+    if workers > 1 and session.torchrun is not None:
+        raise click.BadParameter("torchrun's processes train together: leave it out", param_hint="--workers")
+
+
+def _show(request: TuningRequest, session: Session, *, as_json: bool) -> int:
+    """Prints what the target trains, and its baseline."""
+    from amptune.search.pipeline import prepared_for
+    from amptune.search.space.candidates import candidates_for
+
+    prepared = prepared_for(request, session.evaluator)
+    subject, baseline = prepared.subject, candidates_for(prepared, request.wanted).baseline
+    trains = subject.summary or f"{subject.parameters / 1e6:.3g} M parameters, {subject.batch_size} samples"
+    if as_json:
+        data = {"target": subject.name, "trains": trains, "baseline": str(baseline), "hardware": prepared.hardware.name}
+        print_json("amptune.dry-run/1", {**data, "findings": []})
+    else:
+        say(f"{subject.name}: {trains}\nbaseline: {baseline}\non: {prepared.hardware.name}")
+    return 0
+
+
 def _require_folder(folder: Path) -> None:
     """Raises `StudyError` if the study's folder is none or cannot be written to, before the workload is built."""
     existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
@@ -188,7 +214,7 @@ def _request(
     devices: int,
     max_memory: float | None,
     compile_: bool | None,
-    baseline: str,
+    baseline: str | None,
     pins: dict[str, str],
     device: str | None,
     study: str | None,
@@ -234,13 +260,13 @@ def _sampler(name: str, seed: int) -> Sampler | None:
     return sampler_named(name, seed)
 
 
-def _baseline(text: str) -> Policy:
+def _baseline(text: str | None) -> Policy | None:
     from amptune.policy.file_io import load
     from amptune.policy.policy_file import BASELINES, is_preset
     from amptune.policy.settings import STOCK
 
-    if text == "stock":
-        return STOCK
+    if text is None or text == "stock":
+        return STOCK if text else None
     if not is_preset(text) and not Path(text).exists():
         known = ("stock", *BASELINES)
         message = f"{text!r} is not {', '.join(known)} or a policy file; {suggestion(text, known)}"

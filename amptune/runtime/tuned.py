@@ -294,6 +294,16 @@ class Tuned:
         """
         return 1.0 if self._ranks is None else self._ranks.weight
 
+    def before_undo(self, do: Callable[[], object]) -> None:
+        """Has `do` called when the policy is undone, before that."""
+        undo = self._undo
+
+        def both() -> None:
+            do()
+            undo()
+
+        self._undo = both
+
     def undo(self) -> None:
         """Restores the model, its layout and the process's flags; a second call does nothing.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from amptune.errors import TargetError
 from amptune.measure.workers.processes import start_importing
 from amptune.measure.workers.worker import is_measuring
-from amptune.policy.settings import STOCK, Policy
+from amptune.policy.settings import Policy
 from amptune.search.plan.budget import Budget
 from amptune.workload.workload import Workload
 
@@ -30,7 +30,7 @@ def tune(
     trials: int | None = None,
     space: str | Path | None = None,
     pins: Mapping[str, str] | None = None,
-    baseline: Policy = STOCK,
+    baseline: Policy | None = None,
     batch_size: int | Literal["auto"] | None = None,
     global_batch: int | None = None,
     devices: int = 1,

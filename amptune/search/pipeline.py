@@ -33,7 +33,7 @@ from amptune.search.timeline import Timeline
 if TYPE_CHECKING:
     from amptune.search.state import State
 
-__all__ = ["TuningInterrupted", "lock_of", "locked", "run_tuning", "tune_with"]
+__all__ = ["TuningInterrupted", "lock_of", "locked", "prepared_for", "run_tuning", "tune_with"]
 
 # So many processes build the workload beside the first, to compile the first graph: more make all of them slower.
 GRAPHS_AHEAD = 1
@@ -71,6 +71,16 @@ def run_tuning(request: TuningRequest, observer: Observer, evaluator: Evaluator 
             raise
         finally:
             evaluator.close()
+
+
+def prepared_for(request: TuningRequest, evaluator: Evaluator | None = None) -> Prepared:
+    """Returns what a tuning would begin with: the workload, built and looked at, on this machine."""
+    require_known(request)
+    evaluator = evaluator or replace(_workers(request), log=Path(os.devnull))
+    try:
+        return evaluator.prepare(request.budget.left_to_prepare_s)
+    finally:
+        evaluator.close()
 
 
 def _workers(request: TuningRequest) -> WorkerEvaluator:

@@ -24,7 +24,7 @@ from amptune.search.space.knobs import SEARCHED, pin, with_choices
 from amptune.search.space.space_file import load_space
 from amptune.search.table.objective import THROUGHPUT, Objective
 from amptune.workload.by_value import to_bytes
-from amptune.workload.script import require_importable, require_workload
+from amptune.workload.script import is_script
 from amptune.workload.targets import parse_target
 from amptune.workload.workload import Workload
 
@@ -94,9 +94,11 @@ class TuningRequest:
         return (*named, *compiling, *pinned)
 
 
-def _name_of(baseline: Policy) -> str | None:
-    """Returns the baseline's option value: None for stock PyTorch, the default; FILE if only a file can hold it."""
-    return None if baseline == STOCK else next((name for name, it in BASELINES.items() if it == baseline), "FILE")
+def _name_of(baseline: Policy | None) -> str | None:
+    """Returns the baseline's option value; FILE if only a file can hold it."""
+    if baseline is None or baseline == STOCK:
+        return None if baseline is None else "stock"
+    return next((name for name, it in BASELINES.items() if it == baseline), "FILE")
 
 
 def require_known(request: TuningRequest) -> None:
@@ -108,6 +110,11 @@ def require_known(request: TuningRequest) -> None:
     if isinstance(request.study, str):
         _require_database(request.study)
     wanted = request.wanted
+    if request.source.is_script and (wanted.batch_size or wanted.global_batch or wanted.devices > 1):
+        raise TargetError(
+            "a script that runs as it is decides on its batches and devices itself: leave --batch-size, --global-batch "
+            "and --devices out, or write its step as an amptune.Workload (`amptune init`)"
+        )
     space = load_space(wanted.space or "cpu")
     if wanted.space is None:  # that of this machine is not known yet: any knob may be in it
         for name in sorted(SEARCHED.keys() - {"batch_size", "accumulate"} - {knob.name for knob in space.knobs}):
@@ -148,16 +155,13 @@ def ranks_of(devices: int, device: str | None) -> int:
 def source_of(workload: Workload | Callable[[], Workload] | str, arguments: Sequence[str] = ()) -> Source:
     """Returns where workers get the workload from: a target, an object, or a function that builds it there.
 
-    `arguments` are those of a target's script. Raises `TargetError` for a malformed target, a missing file, a script
-    that trains when it is imported, and what cannot be sent to other processes.
+    `arguments` are those of a target's script. Raises `TargetError` for a malformed target, a missing file, and what
+    cannot be sent to other processes.
     """
     if isinstance(workload, str):
         target = parse_target(workload)
-        if target.is_file:
-            require_importable(Path(target.place))
-            if not target.attribute:
-                require_workload(Path(target.place))
-        return Source(target=target.absolute(), arguments=tuple(arguments))
+        runs = is_script(target, arguments)
+        return Source(target=target.absolute(), arguments=tuple(arguments), is_script=runs)
     if not isinstance(workload, Workload) and (not callable(workload) or isinstance(workload, type)):
         raise TargetError(
             "tune() takes a Workload, a function that returns one, or a target such as 'train.py:workload', "

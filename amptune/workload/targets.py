@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -112,9 +114,27 @@ def _import_file(path: Path) -> ModuleType:
         raise TargetError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with user_script(f"importing {path.name}"):
+    with user_script(f"importing {path.name}"), _without_training(path):
         spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _without_training(path: Path) -> Iterator[None]:
+    """Raises `TargetError` at an optimizer's step: each process that measures would train before it measures."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def refuse(*_: object) -> None:
+        raise TargetError(
+            f"{path.name} trains when it is imported, which each measuring process does: put the training under "
+            f'`if __name__ == "__main__":`, or tune the script as it runs: amptune tune {path.name} -- its arguments'
+        )
+
+    hook = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _only_workload(module: ModuleType, target: Target) -> str:

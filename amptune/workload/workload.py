@@ -12,6 +12,7 @@ from amptune.errors import TargetError
 if TYPE_CHECKING:
     import torch
 
+    from amptune.policy.settings import Policy
     from amptune.runtime.tuned import Tuned
 
 __all__ = ["Workload"]
@@ -43,6 +44,8 @@ class Workload:
       policy that needs that is tried.
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
       difference between a policy's number and FP32's after a short training; it joins the limits of the numerics gate.
+    - `as_is` is what training sets today, which is the baseline if no other is asked for; `summary` says in a line what
+      is trained. A running script fills in both.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -59,6 +62,8 @@ class Workload:
     accumulate: int = 1
     clip: float | None = None
     own_loop: bool = True
+    as_is: Policy | None = None
+    summary: str | None = None
     name: str | None = None
 
     def __post_init__(self) -> None:

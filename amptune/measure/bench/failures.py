@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch
 
-from amptune.errors import AmptuneError, PolicyApplyError, first_line
+from amptune.errors import AmptuneError, PolicyApplyError, ScriptEndedError, first_line
 from amptune.measure.results.outcome import Failure, FailureKind
 from amptune.workload.user_errors import where_in_user_code
 
@@ -73,6 +73,8 @@ def _kind_of(error: BaseException) -> FailureKind:
         return "nonfinite"
     if isinstance(error, TooSlowError):
         return "timeout"
+    if isinstance(error, ScriptEndedError):  # its process is of no more use, and another one may go on
+        return "killed"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _any_in(_OUT_OF_MEMORY, text):
         return "oom"
     if "CUDNN_STATUS_NOT_SUPPORTED" in text and _memory_is_short():

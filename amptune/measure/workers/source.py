@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,12 +18,14 @@ class Source:
     """The source of a worker's workload: a target's text; or a `Workload`, or a function that returns one, as bytes.
 
     `batch_size` replaces the workload's own batch size; `arguments` are what the target's script finds in `sys.argv`.
+    A target that `is_script` is run, and its loop is the workload.
     """
 
     target: str | None = None
     arguments: tuple[str, ...] = ()
     pickled: bytes | None = None
     batch_size: int | None = None
+    is_script: bool = False
 
 
 def workload_of(source: Source) -> Workload:
@@ -37,6 +40,10 @@ def _built(source: Source) -> Workload:
     from amptune.measure.bench.drawn_batches import seed_everything
 
     seed_everything(SEED)
+    if source.is_script and source.target is not None:
+        from amptune.workload.running_script import workload_of_script
+
+        return workload_of_script(Path(source.target), source.arguments)
     if source.target is not None:
         from amptune.workload.targets import load_workload, parse_target
 

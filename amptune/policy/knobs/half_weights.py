@@ -19,7 +19,7 @@ WEIGHTS = Knob(
         policy.autocast != "off"
         and f"weights: half weights compute in half without autocast, and autocast is {policy.autocast}"
     ),
-    matters=lambda value, subject: value == "fp32" or subject.castable,
+    matters=lambda value, subject: value == "fp32" or (subject.castable and not subject.in_place),
     precision="whole",
     is_optional=True,  # few machines gain by it
     words="{} weights",

@@ -38,15 +38,16 @@ __all__ = ["Candidates", "Wanted", "candidates_for"]
 class Wanted:
     """The user's wishes for the search.
 
+    Without a `baseline` it is what the workload sets today, by default stock PyTorch.
     `batch_size` is None (the workload's own), a number to run the workload with instead, or "auto" to search it.
     `compile` says whether to try torch.compile; None leaves that to the space and the budget. No policy may take more
     than `memory_mib` of the device's memory. A search that `saves_memory` may compute activations again. So many
     `devices` will train together.
     """
 
-    baseline: Policy
+    baseline: Policy | None = None
     space: str | Path | None = None
-    pins: Mapping[str, str]
+    pins: Mapping[str, str] = field(default_factory=dict)
     batch_size: int | Literal["auto"] | None = None
     global_batch: GlobalBatch | None = None
     compile: bool | None = None
@@ -178,7 +179,8 @@ def candidates_for(
     batch_size = own_size if wanted.batch_size == "auto" or wanted.global_batch is not None else None
     if wanted.batch_size == "auto":
         space = with_choices(space, BATCH_SIZE, tuple(sorted({*sizes, own_size})), otherwise=own_size)
-    own = wanted.baseline.batch_size if wanted.baseline.batch_size != own_size else None
+    baseline = wanted.baseline or subject.as_is or STOCK
+    own = baseline.batch_size if baseline.batch_size != own_size else None
     if wanted.global_batch is not None:
         for size in (own_size, own or own_size):
             _require_shares(wanted.global_batch, size, subject)
@@ -190,7 +192,7 @@ def candidates_for(
         batch_size=batch_size,
         global_batch=wanted.global_batch,
         study_name=_study_name(prepared, space, own_size, wanted.memory_mib),
-        baseline=_sized(wanted.baseline, own or batch_size, wanted.global_batch),
+        baseline=_sized(baseline, own or batch_size, wanted.global_batch),
         amp_recipes=tuple(policy for policy in known_good[1:] if policy.memory_format == "contiguous"),
         known_good=known_good,
         in_words={name: of(subject) for name, of in IN_WORDS.items() if space.choices(name)},

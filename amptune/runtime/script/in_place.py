@@ -1,0 +1,94 @@
+"""A policy in place: around the forward pass of modules that a script calls by itself, and at its optimizer's steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from amptune.changes.tensor_tree import HALF_DTYPES, map_tensors
+from amptune.runtime.script.hooks import as_policys
+from amptune.runtime.way_back import WayBack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from amptune.runtime.tuned import Tuned
+
+__all__ = ["CalledModules", "InPlace"]
+
+
+class CalledModules(nn.Module):
+    """Modules that a script calls one by one, as one model: its forward pass is that of the part with a number."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for number, part in enumerate(parts):
+            self.add_module(str(number), part)
+
+    def forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        return self._modules[str(number)](*args, **kwargs)  # type: ignore[misc]
+
+
+class InPlace:
+    """A policy that is applied to the model of `tuned`, around the calls of `called`, which are it or its parts.
+
+    They run under the policy's autocast and in its layout, compiled or recorded as it says, and return FP32. An error
+    within is given to `broken`, which returns once another policy is in place; without it, it is raised. `begins` is
+    called before each call, and returns True if another policy is in place since.
+    """
+
+    def __init__(
+        self,
+        tuned: Tuned,
+        called: Sequence[nn.Module],
+        broken: Callable[[Exception], None] | None = None,
+        begins: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._tuned, self._broken, self._begins = tuned, broken, begins
+        self._back = WayBack()
+        for number, module in enumerate(called):
+            self._wrap(module, () if len(called) == 1 else (number,))
+
+    def undo(self) -> None:
+        """Takes the calls back; a policy is undone after that."""
+        self._back.go()
+
+    def _wrap(self, module: nn.Module, before: tuple[int, ...]) -> None:
+        own = vars(module).get("forward")
+
+        def put_back() -> None:
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._begins():
+                return module.forward(*args, **kwargs)
+            put_back()  # the model is called within, and is to run itself
+            try:
+                return self._called(*before, *args, **kwargs)
+            except Exception as error:
+                if self._broken is None:
+                    raise
+                failure = error.with_traceback(None)
+            finally:
+                vars(module).setdefault("forward", forward) if own is None else vars(module).update(forward=forward)
+            self._broken(failure)
+            return module.forward(*args, **kwargs)  # under the policy that is in place by now
+
+        vars(module)["forward"] = forward
+        self._back.add(put_back)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        tuned = self._tuned
+        with as_policys(tuned.autocast()):
+            args, kwargs = tuned.batch((args, kwargs))
+            returned = tuned.model(*args, **kwargs)
+        return returned if tuned.policy.autocast == "off" else map_tensors(_in_fp32, returned)
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor

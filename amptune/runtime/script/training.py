@@ -1,0 +1,102 @@
+"""What a script trains, as its first iterations show: modules, optimizers, loaders, passes, precision of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from amptune.changes.tensor_tree import tensors_in
+from amptune.errors import TargetError
+from amptune.runtime.script.hooks import inner_of
+from amptune.runtime.script.in_place import CalledModules
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["AGREEING", "WRITE_WORKLOAD", "Iteration", "Training", "several_models"]
+
+# So many iterations in a row, each of the same passes and updates, show what a script trains.
+AGREEING = 2
+WRITE_WORKLOAD = "write its step as an amptune.Workload (`amptune init` writes a starter) and tune that"
+
+
+def several_models(models: Sequence[nn.Module]) -> TargetError:
+    """Returns the error for a script that trains several models in turn."""
+    names = ", ".join(dict.fromkeys(type(one).__name__ for one in models))
+    return TargetError(f"it trains several models in turn ({names}), with an optimizer each: {WRITE_WORKLOAD}")
+
+
+class Iteration:
+    """One iteration of a script's loop: `batches` by the number of their loader, and what it did with them.
+
+    `rows` is the first axis of what modules were called with, in all. It is no container to those who move batches to
+    a device, which the script does by itself.
+    """
+
+    def __init__(self, batches: Sequence[tuple[int, Any]] = ()) -> None:
+        self.batches = [*batches]
+        self.modules: Counter[nn.Module] = Counter()
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.backwards = self.rows = 0
+
+    def is_like(self, other: Iteration) -> bool:
+        """Returns True if both did the same, whatever the number of passes."""
+        mine, theirs = ([{*one.modules}, {*one.optimizers}, one.backwards] for one in (self, other))
+        return mine == theirs
+
+    @property
+    def samples(self) -> int:
+        """The number of samples: the first axis of each batch's first tensor, or of what modules were called with."""
+        found = (next((one for one in tensors_in(batch) if one.dim()), None) for _, batch in self.batches)
+        return sum(len(one) for one in found if one is not None) or self.rows
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A script's training: the modules that it calls, its optimizers, and how an iteration goes."""
+
+    called: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    iteration: Iteration
+    loaders: Sequence[Any]
+
+    @classmethod
+    def of(cls, iteration: Iteration, loaders: Sequence[Any]) -> Training:
+        """Returns what an iteration trained. Raises `TargetError` for what has no single model."""
+        optimizers = [*dict.fromkeys(iteration.optimizers)]
+        trained = [{id(one) for group in each.param_groups for one in group["params"]} for each in optimizers]
+        everything = set().union(*trained)
+        called = [one for one in iteration.modules if any(id(weight) in everything for weight in one.parameters())]
+        called = [inner_of(one) for one in called]
+        if not called:
+            raise TargetError(
+                "its optimizer updates weights that no module holds which is called in training: " + WRITE_WORKLOAD
+            )
+        apart = [{id(weight) for module in called for weight in module.parameters()} & own for own in trained]
+        of_one = [[one for one in called if any(id(w) in own for w in one.parameters())] for own in trained]
+        if len(optimizers) > 1 and not any(set(one) & set(other) for one in of_one[:1] for other in of_one[1:]):
+            raise several_models(called)
+        if not all(apart):
+            raise TargetError(f"an optimizer updates nothing of what is called in training: {WRITE_WORKLOAD}")
+        return cls(called=called, optimizers=optimizers, iteration=iteration, loaders=loaders)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is called, or its parts as one."""
+        return self.called[0] if len(self.called) == 1 else CalledModules(self.called)
+
+    def __str__(self) -> str:
+        """Says it in one line, for people."""
+        weights = sum(one.numel() for one in dict.fromkeys(w for module in self.called for w in module.parameters()))
+        names = " and ".join(dict.fromkeys(type(one).__name__ for one in self.called))
+        by = " and ".join(dict.fromkeys(type(one).__name__ for one in self.optimizers))
+        passes = max(self.iteration.modules.values())
+        words = [f"{names}, {weights / 1e6:.3g} M parameters, {by}, {passes} pass{'es' if passes > 1 else ''} a step"]
+        if len(self.iteration.batches) > 1:
+            words.append(f"{len(self.iteration.batches)} batches a step")
+        samples = self.iteration.samples
+        return ", ".join([*words, *([f"{samples} samples"] if samples else [])])

@@ -1,0 +1,363 @@
+"""A training script that runs unchanged, as a workload: an iteration of its own loop is the step.
+
+The script runs in a greenlet of the worker's main thread (https://greenlet.readthedocs.io): it stands still between two
+iterations, and goes on for one when the bench asks for a step. So nothing of it is read, rebuilt or called anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from amptune.changes.flags import fp32_math_now, set_fp32_math
+from amptune.changes.tensor_tree import tensors_in
+from amptune.errors import ScriptEndedError, TargetError
+from amptune.policy.settings import Policy
+from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
+from amptune.runtime.script.in_place import InPlace
+from amptune.runtime.script.scaling import Scaling
+from amptune.runtime.script.training import AGREEING, WRITE_WORKLOAD, Iteration, Training, several_models
+from amptune.workload.loader_batches import LARGE_BYTES
+from amptune.workload.untouched_files import UntouchedFiles
+from amptune.workload.user_errors import user_script
+from amptune.workload.workload import Workload
+
+if TYPE_CHECKING:
+    from amptune.runtime.tuned import Tuned
+
+__all__ = ["RunningScript", "workload_of_script"]
+
+# A script that has not shown what it trains after so many updates, or so many seconds, is none that can be tuned.
+MOST_UPDATES, MOST_S = 64, 600.0
+# So many iterations are kept, of at most `LARGE_BYTES`, and given again to each policy.
+MOST_KEPT = 8
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def workload_of_script(path: Path, arguments: Sequence[str]) -> Workload:
+    """Starts a script and returns the workload that its training is. Raises `TargetError` or `UserCodeError`."""
+    return RunningScript(path, arguments).workload()
+
+
+class RunningScript(Listener):
+    """A script under hooks, from its start to its end.
+
+    `is_over` is True once it has ended: its process is of no more use then.
+    """
+
+    def __init__(self, path: Path, arguments: Sequence[str]) -> None:
+        self.is_over = False
+        self._path, self._arguments = path, [*arguments]
+        self._main, self._script = getcurrent(), greenlet(self._run)
+        self._hooks, self._files = ScriptHooks(self), UntouchedFiles(self.is_script)
+        self._training: Training | None = None
+        self._own = Policy()  # what the script sets by itself
+        # of the iteration that runs now, and those before
+        self._now, self._past = Iteration(), list[Iteration]()
+        self._loaders, self._iterators = list[Any](), list[LedIterator]()
+        self._kept: list[Iteration] = []
+        self._given: dict[int, deque[Any]] = {}
+        self._losses: list[torch.Tensor] = []
+        self._stepped: set[torch.optim.Optimizer] = set()
+        self._is_broken = False
+        self._spared = self._steps = 0
+        self._began_s = time.monotonic()
+        # the policy that is in place
+        self._tuned: Tuned | None = None
+        self._in_place: InPlace | None = None
+        self._scaling = Scaling()
+
+    # --- what the bench asks for ----------------------------------------------------------------------------------
+
+    def workload(self) -> Workload:
+        """Runs the script until its training is known. Raises `TargetError` or `UserCodeError`."""
+        self._hooks.watch_modules()
+        with user_script(f"running {self._path.name}"):
+            self._go_on()
+        training = self._training
+        if training is None:
+            raise TargetError(f"{self._path.name} ended before it had trained for a few steps alike: {self._seen()}")
+        self._hooks.watch_no_modules()
+        self._keep_more(training)
+        # PyTorch's defaults, and the policy decides
+        is_fused = all(group.get("fused") for one in training.optimizers for group in one.param_groups)
+        self._own = replace(
+            self._own,
+            fp32_math=fp32_math_now(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            fused_optimizer=is_fused,
+        )
+        set_fp32_math("stock")
+        torch.backends.cudnn.benchmark = False
+        self._optimizers = [(one, _Snapshot(one)) for one in training.optimizers]
+        self._model = training.model
+        for parameter in self._model.parameters():
+            parameter.grad = None
+        batches = iter(_cycle(self._kept))
+        return Workload(
+            name=self._path.stem,
+            model=lambda: self._model.to("cpu"),
+            batch=lambda _: next(batches),
+            step=self.step,
+            optimizer=self._optimizer,
+            loader=self._fresh if training.loaders else None,
+            batch_size=max(1, training.iteration.samples),
+            own_loop=False,
+            as_is=self._own,
+            summary=self._summary(training),
+        )
+
+    def step(self, tuned: Tuned, model: Any, optimizers: Any, iteration: Iteration) -> torch.Tensor:  # noqa: ARG002
+        """Has the script do an iteration with these batches, under the policy. Returns the sum of its losses."""
+        if self.is_over:
+            raise ScriptEndedError(f"{self._path.name} has ended, by the count of its own loop or by an error before")
+        if tuned is not self._tuned:
+            self._put_in_place(tuned)
+        if self._is_broken:  # what is left of an iteration that another policy broke
+            self._is_broken = False
+            self._one(iteration)
+        return self._one(iteration)
+
+    def _one(self, iteration: Iteration) -> torch.Tensor:
+        self._given = {loader: deque() for loader, _ in iteration.batches}
+        for loader, batch in iteration.batches:
+            self._given[loader].append(batch)
+        self._losses.clear()
+        self._stepped.clear()
+        self._go_on()
+        self._steps += 1
+        if self.is_over:
+            raise ScriptEndedError(
+                f"{self._path.name} ended by itself after {self._steps} steps: let it train for more, to be timed"
+            )
+        return sum(self._losses[1:], self._losses[0]) if self._losses else torch.zeros(())
+
+    def _go_on(self) -> None:
+        """Runs the script until it hands over. Raises what broke it."""
+        self._main, grad = getcurrent(), torch.is_grad_enabled()
+        try:
+            told = self._script.switch()
+        finally:
+            torch.set_grad_enabled(grad)
+            self.is_over = self._script.dead
+        if isinstance(told, Exception):
+            raise told
+
+    def _put_in_place(self, tuned: Tuned) -> None:
+        assert self._training is not None  # noqa: S101  # as `workload` made the step
+        self._take_back()
+        self._tuned = tuned
+        self._in_place = InPlace(tuned, self._training.called, self._broken, self._begins)
+        self._scaling.begin(tuned.policy, list(self._model.parameters()))
+        tuned.before_undo(self._take_back)
+
+    def _take_back(self) -> None:
+        if self._in_place is not None:
+            self._in_place.undo()
+            self._scaling.end()
+        self._in_place = self._tuned = None
+
+    def _optimizer(self, _: Any) -> Any:
+        """Puts the script's own optimizers back as they were, and returns them."""
+        for one, snapshot in self._optimizers:
+            snapshot.put_back(one)
+        found = [one for one, _ in self._optimizers]
+        return found[0] if len(found) == 1 else found
+
+    def _fresh(self, _: int) -> Iterator[Iteration]:
+        """Yields iterations of new batches from the script's own loaders, without end."""
+        pattern = [loader for loader, _ in self._past[-1].batches]
+        while True:
+            yield Iteration(batches=[(loader, self._drawn(loader)) for loader in pattern])
+
+    def _drawn(self, loader: int) -> Any:
+        try:
+            return self._iterators[loader].draw()
+        except StopIteration:
+            self._iterators[loader] = LedIterator(self._loaders[loader], iter(self._loaders[loader]), self)
+            return self._iterators[loader].draw()
+
+    def _keep_more(self, training: Training) -> None:
+        """Keeps iterations of further batches, beside those that the script has trained on."""
+        self._kept = [one for one in self._past if one.batches][-AGREEING:] or [Iteration()]
+        if training.loaders:
+            fresh = self._fresh(0)
+            while len(self._kept) < MOST_KEPT and _bytes_of(self._kept) < LARGE_BYTES:
+                self._kept.append(next(fresh))
+
+    # --- what the script does, in its greenlet --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        sys.argv = [str(self._path), *self._arguments]
+        sys.path.insert(0, str(self._path.parent))
+        with self._files:
+            runpy.run_path(str(self._path), run_name="__main__")
+
+    def _hand_over(self, error: Exception | None = None) -> None:
+        grad = torch.is_grad_enabled()
+        self._main.switch(error)
+        torch.set_grad_enabled(grad)
+
+    def is_script(self) -> bool:
+        return bool(getcurrent() is self._script)
+
+    def batch(self, loader: Any, own: LedIterator) -> Any:
+        number = next((at for at, one in enumerate(self._loaders) if one is loader), len(self._loaders))
+        if number == len(self._loaders):
+            self._loaders.append(loader)
+            self._iterators.append(own)
+        if self._training is None and self._now.optimizers:
+            self._end_iteration()
+        training = self._training
+        if training is None:
+            self._iterators[number], batch = own, own.draw()
+            self._now.batches.append((number, batch))
+            return batch
+        if not any(one is loader for one in training.loaders):  # validation has one batch
+            if own.drawn:
+                raise StopIteration
+            return own.draw()
+        if self._has_updated:
+            self._hand_over()
+        if self._given.get(number):
+            return self._given[number].popleft()
+        return self._spare(number)  # as a loader with a look ahead takes at the beginning of an epoch
+
+    def _spare(self, number: int) -> Any:
+        batches = [batch for one in self._kept for loader, batch in one.batches if loader == number]
+        self._spared += 1
+        return batches[self._spared % len(batches)]
+
+    @property
+    def _has_updated(self) -> bool:
+        return self._training is not None and self._stepped.issuperset(self._training.optimizers)
+
+    def called(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not any(one.requires_grad for one in module.parameters()):
+            return
+        if self._now.optimizers and not self._loaders:
+            self._end_iteration()
+        self._now.modules[module] += 1
+        first = next((one for one in tensors_in(args) if one.dim() > 1), None)
+        self._now.rows += 0 if first is None else len(first)
+
+    def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
+        self._now.backwards += 1
+        self._losses.append(loss.detach())
+        try:
+            run(self._scaling.scaled(loss))
+        except Exception as error:
+            if self._training is None:
+                raise
+            self._broken(error.with_traceback(None))
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._training is None:
+            self._now.optimizers.append(optimizer)
+            return
+        if optimizer in self._stepped:  # the scaler's step, after the optimizer's own
+            return
+        self._stepped.add(optimizer)
+
+    def _begins(self) -> bool:
+        """Ends an iteration without batches of a loader, when the first pass of the next one begins."""
+        training = self._training
+        if training is None or training.loaders or not (self._has_updated and torch.is_grad_enabled()):
+            return False
+        before = self._tuned
+        self._hand_over()
+        return self._tuned is not before
+
+    def scaler(self, scaler: Any) -> None:
+        self._scaling.of_script = scaler
+        if self._training is None and scaler.is_enabled():
+            self._own = replace(self._own, autocast="fp16")
+
+    def leaves_out_autocast(self, dtype: torch.dtype) -> bool:
+        if self._training is not None:
+            return True
+        if self._own.autocast == "off" and dtype in _DTYPES:
+            self._own = replace(self._own, autocast=_DTYPES[dtype])  # type: ignore[arg-type]
+        return False
+
+    def leaves_out_compile(self, mode: str) -> bool:
+        self._own = replace(self._own, compile=mode)  # type: ignore[arg-type]
+        return True
+
+    def schedules(self) -> bool:
+        return self._training is None
+
+    def _broken(self, error: Exception) -> None:
+        """Costs the policy that is in place its trial; returns once another one goes on."""
+        self._is_broken = True
+        self._hand_over(error)
+
+    def _end_iteration(self) -> None:
+        """Ends an iteration that is watched; hands over once what is trained is known."""
+        self._past.append(self._now)
+        alike = self._past[-AGREEING:]
+        self._now = Iteration()
+        if len(alike) == AGREEING and all(alike[0].is_like(one) for one in alike[1:]):
+            trains = dict.fromkeys(number for number, _ in alike[-1].batches)
+            self._training = Training.of(alike[-1], [self._loaders[number] for number in trains])
+            self._hand_over()
+        elif _take_turns(self._past[-2 * AGREEING :]):
+            raise several_models([one for step in alike for one in step.modules])
+        elif len(self._past) > MOST_UPDATES or time.monotonic() - self._began_s > MOST_S:
+            raise TargetError(f"no two steps of {self._path.name} are alike: {WRITE_WORKLOAD}")
+
+    def _summary(self, training: Training) -> str:
+        scaler = ", a loss scaler of its own" if self._scaling.of_script is not None else ""
+        return f"{training}; {self._own} today{scaler}"
+
+    def _seen(self) -> str:
+        if not self._past and not self._now.modules:
+            return "no module was called in training"
+        return "no optimizer made a step" if not self._past and not self._now.optimizers else "it made too few steps"
+
+
+class _Snapshot:
+    """An optimizer as the script made it: its settings, hooks and state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        kept = vars(optimizer).keys() - {"state", "param_groups"}
+        self._vars = {name: copy.copy(vars(optimizer)[name]) for name in kept}
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._state = copy.deepcopy(optimizer.state_dict()["state"])
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        for name in vars(optimizer).keys() - self._vars.keys() - {"state", "param_groups"}:
+            del vars(optimizer)[name]
+        vars(optimizer).update({name: copy.copy(value) for name, value in self._vars.items()})
+        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(own)
+        optimizer.load_state_dict(
+            {"state": copy.deepcopy(self._state), "param_groups": optimizer.state_dict()["param_groups"]}
+        )
+
+
+def _take_turns(past: Sequence[Iteration]) -> bool:
+    """Returns True if steps of two optimizers take turns."""
+    if len(past) < 2 * AGREEING or past[0].optimizers == past[1].optimizers:
+        return False
+    return all(one.is_like(next_but_one) for one, next_but_one in zip(past, past[2:], strict=False))
+
+
+def _cycle(kept: Sequence[Iteration]) -> Iterator[Iteration]:
+    while True:
+        yield from kept
+
+
+def _bytes_of(kept: Sequence[Iteration]) -> int:
+    return sum(one.nbytes for iteration in kept for _, batch in iteration.batches for one in tensors_in(batch))
