@@ -165,12 +165,14 @@ class RunningScript(Listener):
         if self._in_place is not None:
             self._in_place.undo()
             self._scaling.end()
+            for one, snapshot in self._optimizers:
+                snapshot.put_back(one)
         self._in_place = self._tuned = None
 
     def _optimizer(self, _: Any) -> Any:
-        """Puts the script's own optimizers back as they were, and returns them."""
+        """Returns the script's own optimizers, in the state that they had."""
         for one, snapshot in self._optimizers:
-            snapshot.put_back(one)
+            snapshot.put_state_back(one)
         found = [one for one, _ in self._optimizers]
         return found[0] if len(found) == 1 else found
 
@@ -327,7 +329,7 @@ class RunningScript(Listener):
 
 
 class _Snapshot:
-    """An optimizer as the script made it: its settings, hooks and state."""
+    """An optimizer as it is in the script: its settings, hooks and state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         kept = vars(optimizer).keys() - {"state", "param_groups"}
@@ -342,6 +344,11 @@ class _Snapshot:
         for group, own in zip(optimizer.param_groups, self._groups, strict=True):
             group.clear()
             group.update(own)
+
+    def put_state_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts its state back, and its settings but for a fused kernel."""
+        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update({name: value for name, value in own.items() if name not in ("fused", "foreach")})
         optimizer.load_state_dict(
             {"state": copy.deepcopy(self._state), "param_groups": optimizer.state_dict()["param_groups"]}
         )

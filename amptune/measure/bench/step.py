@@ -56,6 +56,7 @@ class Stepper:
         self._batches = batches
         self._loss = torch.tensor(math.nan)
         self.steps = 0
+        self._is_stepping = False
         """The number of steps so far."""
         self._group = group
         self._model = tuned.model
@@ -81,12 +82,19 @@ class Stepper:
         self.steps += 1
         if self._group is not None:
             self._group.tell(NEXT_STEP)
+        self._is_stepping = True
+        try:
+            self._step()
+        finally:
+            self._is_stepping = False
+        return self._loss
+
+    def _step(self) -> None:
         if self._train is not None:
             for _ in range(self._tuned.accumulate):
                 self._loss = self._train(next(self._batches))
         elif self._own is not None:
             self._loss = _require_scalar("step", self._own(next(self._batches))).detach()
-        return self._loss
 
     def leaves_out_some(self) -> bool:
         """Runs a step; returns True if some of the model's weights get no gradient in it, or if that cannot be seen."""
@@ -105,7 +113,14 @@ class Stepper:
         for one in self.optimizers:
             # held now: in the step it holds the masters of half weights
             held = frozenset(id(parameter) for group in one.param_groups for parameter in group["params"])
-            one.register_step_pre_hook(partial(_look, look, held))
+            one.register_step_pre_hook(partial(self._look, look, held))
+
+    def _look(
+        self, look: Callable[..., None], held: Collection[int], optimizer: torch.optim.Optimizer, *_: Any
+    ) -> None:
+        """Calls `look`, unless the optimizer, which several may share, makes a step of another one."""
+        if self._is_stepping:
+            look(optimizer, held)
 
     @property
     def is_recipe(self) -> bool:
@@ -162,10 +177,6 @@ class Stepper:
             return 0
         initial = scaler._init_scale  # torch has no public access to it
         return max(0, round(torch.tensor(initial / scaler.get_scale()).log2().item()))
-
-
-def _look(look: Callable[..., None], held: Collection[int], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    look(optimizer, held)
 
 
 def _required_optimizers(workload: Workload, built: Any) -> Sequence[torch.optim.Optimizer]:
