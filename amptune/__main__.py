@@ -15,7 +15,7 @@ def main() -> None:
     """Runs the command line and exits; with exit code 2 if a package that the commands need is missing."""
     signal.signal(signal.SIGINT, _end)  # until the commands have a handler of their own
     if sys.argv[1:2] == ["run"] and not {"-h", "--help"} & set(sys.argv[2:3]):  # it needs no more than training does
-        from amptune.runtime.script.run import main as run_script
+        from amptune.runtime.script.under_policy import main as run_script
 
         run_script(sys.argv[2:])
         return

@@ -24,7 +24,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 PLACES = [
     "errors", "hardware", "changes", "policy",
     "runtime", "runtime.graphs", "runtime.guard", "runtime.half", "runtime.tuned", "runtime.apply_policy",
-    "runtime.integrations",
+    "runtime.script", "runtime.integrations",
     "workload", "workload.zoo",
     "measure.results", "measure.bench", "measure.numerics", "measure.modules", "measure.breakdown",
     "measure.loop", "measure.workers", "measure", "measure.evaluator",

@@ -1,4 +1,4 @@
-"""The command `amptune run`, for `--help` and completion; `amptune.runtime.script.run` does it, without click."""
+"""The command `amptune run`, for `--help` and completion; `runtime.script.under_policy` does it, without click."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def run_command(policy: str, script: str, arguments: tuple[str, ...]) -> None:
     runs under the policy: autocast, memory format, fused optimizer, torch.compile, recorded passes; fp16 with the
     script's own loss scaler, or with one of amptune's. Works under torchrun: torchrun … -m amptune run ….
     """
-    from amptune.runtime.script.run import main
+    from amptune.runtime.script.under_policy import main
 
     main([policy, script, "--", *arguments])

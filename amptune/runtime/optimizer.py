@@ -8,7 +8,7 @@ import torch
 
 from amptune.policy.findings import Finding
 
-__all__ = ["fuse", "is_fusable"]
+__all__ = ["fuse", "is_fusable", "lay_out_state"]
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
@@ -28,6 +28,14 @@ def fuse(optimizer: torch.optim.Optimizer) -> Finding | None:
         optimizer.register_step_pre_hook(at_rest)
         optimizer.register_load_state_dict_post_hook(at_rest.again)
     return None
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives states the layout that their parameters have by now, which fused kernels need."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if torch.is_tensor(value) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _set_fused(optimizer: torch.optim.Optimizer) -> None:

@@ -81,7 +81,7 @@ class TuningRequest:
         wanted, whole = self.wanted, self.wanted.global_batch
         compiling = {None: (), True: ("--compile",), False: ("--no-compile",)}[wanted.compile]
         valued = {
-            "--baseline": _name_of(wanted.baseline),
+            "--baseline": _name_of(wanted.baseline, is_script=self.source.is_script),
             "--space": wanted.space,
             "--batch-size": wanted.batch_size,
             "--global-batch": whole and whole.samples,
@@ -94,10 +94,10 @@ class TuningRequest:
         return (*named, *compiling, *pinned)
 
 
-def _name_of(baseline: Policy | None) -> str | None:
-    """Returns the baseline's option value; FILE if only a file can hold it."""
+def _name_of(baseline: Policy | None, *, is_script: bool) -> str | None:
+    """Returns the baseline's option value, None for the default; FILE if only a file can hold it."""
     if baseline is None or baseline == STOCK:
-        return None if baseline is None else "stock"
+        return "stock" if is_script and baseline is not None else None
     return next((name for name, it in BASELINES.items() if it == baseline), "FILE")
 
 

@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from amptune.changes.flags import fp32_math_now, set_fp32_math
 from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import ScriptEndedError, TargetError
 from amptune.policy.settings import Policy
+from amptune.runtime.optimizer import lay_out_state
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
 from amptune.runtime.script.scaling import Scaling
-from amptune.runtime.script.training import AGREEING, WRITE_WORKLOAD, Iteration, Training, several_models
+from amptune.runtime.script.script_training import AGREEING, WRITE_WORKLOAD, Iteration, ScriptTraining, several_models
 from amptune.workload.loader_batches import LARGE_BYTES
 from amptune.workload.untouched_files import UntouchedFiles
 from amptune.workload.user_errors import user_script
@@ -60,7 +61,7 @@ class RunningScript(Listener):
         self._path, self._arguments = path, [*arguments]
         self._main, self._script = getcurrent(), greenlet(self._run)
         self._hooks, self._files = ScriptHooks(self), UntouchedFiles(self.is_script)
-        self._training: Training | None = None
+        self._training: ScriptTraining | None = None
         self._own = Policy()  # what the script sets by itself
         # of the iteration that runs now, and those before
         self._now, self._past = Iteration(), list[Iteration]()
@@ -189,7 +190,7 @@ class RunningScript(Listener):
             self._iterators[loader] = LedIterator(self._loaders[loader], iter(self._loaders[loader]), self)
             return self._iterators[loader].draw()
 
-    def _keep_more(self, training: Training) -> None:
+    def _keep_more(self, training: ScriptTraining) -> None:
         """Keeps iterations of further batches, beside those that the script has trained on."""
         self._kept = [one for one in self._past if one.batches][-AGREEING:] or [Iteration()]
         if training.loaders:
@@ -311,14 +312,14 @@ class RunningScript(Listener):
         self._now = Iteration()
         if len(alike) == AGREEING and all(alike[0].is_like(one) for one in alike[1:]):
             trains = dict.fromkeys(number for number, _ in alike[-1].batches)
-            self._training = Training.of(alike[-1], [self._loaders[number] for number in trains])
+            self._training = ScriptTraining.of(alike[-1], [self._loaders[number] for number in trains])
             self._hand_over()
         elif _take_turns(self._past[-2 * AGREEING :]):
             raise several_models([one for step in alike for one in step.modules])
         elif len(self._past) > MOST_UPDATES or time.monotonic() - self._began_s > MOST_S:
             raise TargetError(f"no two steps of {self._path.name} are alike: {WRITE_WORKLOAD}")
 
-    def _summary(self, training: Training) -> str:
+    def _summary(self, training: ScriptTraining) -> str:
         scaler = ", a loss scaler of its own" if self._scaling.of_script is not None else ""
         return f"{training}; {self._own} today{scaler}"
 
@@ -352,6 +353,7 @@ class _Snapshot:
         optimizer.load_state_dict(
             {"state": copy.deepcopy(self._state), "param_groups": optimizer.state_dict()["param_groups"]}
         )
+        lay_out_state(optimizer)
 
 
 def _take_turns(past: Sequence[Iteration]) -> bool:

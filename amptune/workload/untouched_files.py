@@ -7,11 +7,13 @@ would break what the script reads. So Python's own functions that write are repl
 from __future__ import annotations
 
 import builtins
+import errno
 import getpass
 import importlib.util
 import io
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -37,7 +39,7 @@ OFFLINE = {
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
 _CACHE_FOLDERS = ("~/.cache", "~/.triton", "~/.nv", "~/.config/matplotlib")
 _WRITES = frozenset("wax+")
-_CHANGING = ("remove", "unlink", "rmdir", "truncate", "chmod", "utime")
+_REMOVING = ("remove", "unlink", "rmdir")
 _MOVING = ("rename", "replace", "link", "symlink")
 
 
@@ -52,6 +54,8 @@ class UntouchedFiles:
         self._allowed = [Path(one).expanduser().resolve() for one in (*own, *_CACHE_FOLDERS, inductor)]
         self._allowed += [self._folder, Path("/dev"), Path("/proc")]
         self._before: list[tuple[Any, str, Any]] = []
+        self._gone: set[str] = set()
+        self._own_stat = os.stat
 
     def __enter__(self) -> Self:
         os.environ.update(OFFLINE, MLFLOW_TRACKING_URI=(self._folder / "mlruns").as_uri())
@@ -60,17 +64,19 @@ class UntouchedFiles:
             self._replace(owner, "open", opened)
         self._replace(os, "open", self._os_opener(os.open))
         self._replace(torch, "save", self._saver(torch.save, place=1, name="f"))
-        for name in _CHANGING:
-            self._replace(os, name, self._changer(getattr(os, name), paths=1))
-        for name in _MOVING:
-            self._replace(os, name, self._changer(getattr(os, name), paths=2))
-        self._replace(os, "mkdir", self._maker(os.mkdir))
-        self._replace(shutil, "rmtree", self._changer(shutil.rmtree, paths=1))
-        for name in ("exists", "isfile", "isdir", "getsize", "getmtime"):
-            self._replace(os.path, name, self._reader(getattr(os.path, name)))
-        for name in ("stat", "listdir", "scandir"):
-            self._replace(os, name, self._reader(getattr(os, name)))
         self._replace(torch, "load", self._reader(torch.load))
+        for name in _REMOVING:
+            self._replace(os, name, self._remover(getattr(os, name)))
+        self._replace(shutil, "rmtree", self._remover(shutil.rmtree))
+        for name in _MOVING:
+            self._replace(os, name, self._mover(getattr(os, name), leaves=name in ("link", "symlink")))
+        self._replace(os, "mkdir", self._maker(os.mkdir))
+        for name in ("chmod", "utime", "truncate"):
+            self._replace(os, name, self._changer(getattr(os, name)))
+        for name in ("stat", "lstat", "access"):
+            self._replace(os, name, self._reader(getattr(os, name)))
+        self._replace(os, "listdir", self._lister(os.listdir))
+        self._replace(os, "scandir", self._scanner(os.scandir))
         if importlib.util.find_spec("safetensors") is not None:
             import safetensors.torch
 
@@ -101,29 +107,45 @@ class UntouchedFiles:
         absolute = Path(os.path.abspath(os.fsdecode(path)))
         return self._folder / absolute.relative_to(absolute.anchor)
 
-    def _for_writing(self, path: Any, *, keeps: bool) -> Path:
-        """Returns the place for what is written, with what stood there if that is `kept`."""
+    def _is_written(self, path: Any) -> bool:
+        return os.path.lexists(self._scratch(path))
+
+    def _is_gone(self, path: Any) -> bool:
+        """Returns True for what the script has deleted, or moved, and not written again."""
+        absolute = os.path.abspath(os.fsdecode(path))
+        return not self._is_written(path) and any(f"{absolute}/".startswith(f"{one}/") for one in self._gone)
+
+    def _place(self, path: Any) -> Any:
+        """Returns where the script finds a path: what it wrote, or what is there."""
+        return str(self._scratch(path)) if self._is_written(path) or self._is_gone(path) else path
+
+    def _for_writing(self, path: Any, *, keeps: bool) -> str:
+        """Returns the place for what is written; it begins with what stands there if the writer `keeps` that."""
         scratch = self._scratch(path)
-        os.makedirs(scratch.parent, exist_ok=True)
-        if keeps and not os.path.lexists(scratch) and Path(os.fsdecode(path)).is_file():
-            shutil.copyfile(path, scratch)
-        return scratch
+        if keeps and not self._is_written(path) and not self._is_gone(path):
+            if os.path.isdir(path):
+                shutil.copytree(path, scratch)
+            elif os.path.isfile(path):
+                os.makedirs(scratch.parent, exist_ok=True)
+                shutil.copyfile(path, scratch)
+        if os.path.isdir(os.path.dirname(os.path.abspath(os.fsdecode(path)))):  # else opening says that it is missing
+            os.makedirs(scratch.parent, exist_ok=True)
+        return str(scratch)
 
     def _opener(self, own: Any) -> Any:
         def open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: A001
             if self._is_led(file):
-                if _WRITES & set(mode):
-                    file = self._for_writing(file, keeps="w" not in mode)
-                elif os.path.lexists(self._scratch(file)):
-                    file = self._scratch(file)
+                writes = bool(_WRITES & set(mode))
+                file = self._for_writing(file, keeps="w" not in mode) if writes else self._place(file)
             return own(file, mode, *args, **kwargs)
 
         return open
 
     def _os_opener(self, own: Any) -> Any:
         def open(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:  # noqa: A001
-            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) and kwargs.get("dir_fd") is None and self._is_led(path):
-                path = self._for_writing(path, keeps=not flags & os.O_TRUNC)
+            if kwargs.get("dir_fd") is None and self._is_led(path):
+                writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+                path = self._for_writing(path, keeps=not flags & os.O_TRUNC) if writes else self._place(path)
             return own(path, flags, *args, **kwargs)
 
         return open
@@ -133,7 +155,7 @@ class UntouchedFiles:
             given = [*args]
             path = kwargs[name] if name in kwargs else given[place] if len(given) > place else None
             if self._is_led(path):
-                scratch = str(self._for_writing(path, keeps=False))
+                scratch = self._for_writing(path, keeps=False)
                 if name in kwargs:
                     kwargs[name] = scratch
                 else:
@@ -145,29 +167,90 @@ class UntouchedFiles:
     def _maker(self, own: Any) -> Any:
         def mkdir(path: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is None and self._is_led(path):
-                if Path(os.fsdecode(path)).is_dir():
-                    raise FileExistsError(17, os.strerror(17), path)
+                if os.path.isdir(path):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
                 path = self._for_writing(path, keeps=False)
             return own(path, *args, **kwargs)
 
         return mkdir
 
-    def _changer(self, own: Any, paths: int) -> Any:
-        def change(*args: Any, **kwargs: Any) -> Any:
-            led = [kwargs.get("dir_fd") is None and self._is_led(one) for one in args[:paths]]
-            if not any(led):
-                return own(*args, **kwargs)
-            places = [self._for_writing(one, keeps=at == 0 and paths > 1) for at, one in enumerate(args[:paths])]
-            if not os.path.lexists(places[0]):
-                return None  # of what is the user's: it stays
-            return own(*map(str, places), *args[paths:], **kwargs)
+    def _remover(self, own: Any) -> Any:
+        def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("dir_fd") is not None or not self._is_led(path):
+                return own(path, *args, **kwargs)
+            is_theirs = os.path.lexists(path) and not self._is_written(path)
+            if not is_theirs:
+                own(str(self._scratch(path)), *args, **kwargs)
+            self._gone.add(os.path.abspath(os.fsdecode(path)))
+            return None
+
+        return remove
+
+    def _mover(self, own: Any, *, leaves: bool) -> Any:
+        def move(source: Any, target: Any, **kwargs: Any) -> Any:
+            if not (self._is_led(source) or self._is_led(target)):
+                return own(source, target, **kwargs)
+            result = own(self._for_writing(source, keeps=True), self._for_writing(target, keeps=False), **kwargs)
+            if not leaves:
+                self._gone.add(os.path.abspath(os.fsdecode(source)))
+            return result
+
+        return move
+
+    def _changer(self, own: Any) -> Any:
+        def change(path: Any, *args: Any, **kwargs: Any) -> Any:
+            led = kwargs.get("dir_fd") is None and self._is_led(path)
+            return own(self._for_writing(path, keeps=True) if led else path, *args, **kwargs)
 
         return change
 
     def _reader(self, own: Any) -> Any:
-        def read(*args: Any, **kwargs: Any) -> Any:
-            if args and self._is_led(args[0]) and os.path.lexists(self._scratch(args[0])):
-                args = (str(self._scratch(args[0])), *args[1:])
-            return own(*args, **kwargs)
+        def read(path: Any, *args: Any, **kwargs: Any) -> Any:
+            led = kwargs.get("dir_fd") is None and self._is_led(path)
+            return own(self._place(path) if led else path, *args, **kwargs)
 
         return read
+
+    def _own_is_dir(self, path: Any) -> bool:
+        try:
+            return stat.S_ISDIR(self._own_stat(path).st_mode)
+        except OSError:
+            return False
+
+    def _both(self, path: Any) -> list[Any]:
+        """Returns the folders that the script finds in one place: what it wrote, and what is there."""
+        is_gone = any(f"{os.path.abspath(os.fsdecode(path))}/".startswith(f"{one}/") for one in self._gone)
+        theirs = [] if is_gone or not self._own_is_dir(path) else [path]
+        return [*([str(self._scratch(path))] if os.path.isdir(self._scratch(path)) else []), *theirs]
+
+    def _lister(self, own: Any) -> Any:
+        def listdir(path: Any = ".") -> Any:
+            if not self._is_led(path):
+                return own(path)
+            names = dict.fromkeys(name for one in self._both(path) for name in own(one))
+            return [name for name in names if not self._is_gone(os.path.join(path, name))] or own(self._place(path))
+
+        return listdir
+
+    def _scanner(self, own: Any) -> Any:
+        def scandir(path: Any = ".") -> Any:
+            if not self._is_led(path) or len(self._both(path)) < 2:
+                return own(self._place(path) if self._is_led(path) else path)
+            entries = {entry.name: entry for one in reversed(self._both(path)) for entry in own(one)}
+            found = [one for name, one in entries.items() if not self._is_gone(os.path.join(path, name))]
+            return _Entries(found)
+
+        return scandir
+
+
+class _Entries(list[Any]):
+    """Entries of a folder, which may be used as `os.scandir` is."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Has nothing to close."""
+
+    def close(self) -> None:
+        """As above."""

@@ -66,6 +66,11 @@ class Workload:
     summary: str | None = None
     name: str | None = None
 
+    @property
+    def in_place(self) -> bool:
+        """True for a running script: model and optimizer are its own, and stay so."""
+        return self.summary is not None
+
     def __post_init__(self) -> None:
         """Raises one `TargetError` that names every part that is missing or cannot be called."""
         wrong = [

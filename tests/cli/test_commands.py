@@ -284,27 +284,6 @@ def test_the_starter_workload_runs_as_it_stands_and_is_not_replaced(folder: Path
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
 
-def test_init_from_a_script_writes_beside_it_and_replaces_a_file_only_if_told_so(folder: Path) -> None:
-    script = "for x in loader:\n    loss_fn(model(x)).backward()\n    optimizer.step()\n"
-    (folder / "fit.py").write_text(script)
-    (folder / "fit_workload.py").write_text("mine\n")
-    again = run("init", "--from", "fit.py", folder=folder)
-    assert (again.returncode, (folder / "fit_workload.py").read_text()) == (2, "mine\n")
-    itself = run("init", "--from", "fit.py", "fit.py", "--force", folder=folder)
-    assert (itself.returncode, (folder / "fit.py").read_text()) == (2, script)
-    done = run("init", "--from", "fit.py", "--force", folder=folder)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (
-        0,
-        "wrote fit_workload.py; next: amptune tune fit_workload.py",
-    )
-    assert "from_loop(" in (folder / "fit_workload.py").read_text()
-    (folder / "plain.py").write_text("print('hello')\n")
-    for wrong, words in (("plain.py", "shows no training"), ("a.yaml", "no Python"), ("no.py", "cannot be read")):
-        refused = run("init", "--from", wrong, folder=folder)
-        assert (refused.returncode, words in refused.stderr) == (2, True)
-    assert not (folder / "plain_workload.py").exists()
-
-
 def test_profiles_are_built_and_resolved_and_files_checked_for_machines_elsewhere(folder: Path) -> None:
     for name, product in {"A": "A", "B": "B", "C": "A"}.items():
         (folder / f"{name}.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Scripts are read before they are imported: one that would train is shown the lines to write."""
+"""What the text of a target tells: whether it is a script, what it imports, and how its framework takes a policy."""
 
 from __future__ import annotations
 
@@ -8,91 +8,42 @@ import pytest
 
 from amptune.errors import TargetError
 from amptune.search.request import source_of
-from amptune.workload.script import imports_of, line_for_training, require_importable
-
-LOOP = """
-for epoch in range(3):
-    for x, y in loader:
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-"""
-
-INDENTED = LOOP.strip().replace("\n", "\n    ")
-TRAINER = "trainer = Trainer(model=model)\ntrainer.train()\n"
-TRAINS = [
-    LOOP,
-    f"def main():\n    {INDENTED}\nmain()\n",
-    "def step(b):\n    loss(b).backward()\nwhile True:\n    step(batch)\n",
-    "for batch in loader:\n    optimizer.step(closure)\n",
-    TRAINER,
-    f"try:\n    {INDENTED}\nfinally:\n    pass\n",
-]
-DOES_NOT = [
-    f"if __name__ == '__main__':\n    {INDENTED}\n",
-    f"def main():\n    {INDENTED}\n",
-    "model = Net()\nmodel.train()\nfor block in model.blocks:\n    block.train()\n",
-    "scaler = StandardScaler()\nscaler.fit(x)\n",
-    "for _ in range(3):\n    environment.step(0)\n",
-    "def f(n):\n    return f(n - 1)\nf(3)\n",
-    "def f0():\n    pass\n" + "".join(f"def f{i}():\n    f{i - 1}(); f{i - 1}()\n" for i in range(1, 60)) + "f59()\n",
-    "for :::",
-]
-
-
-def said_of(source: str, folder: Path) -> str:
-    path = folder / "train.py"
-    path.write_text(source)
-    with pytest.raises(TargetError) as caught:
-        require_importable(path)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("source", TRAINS)
-def test_a_script_that_trains_is_found_out(source: str, tmp_path: Path) -> None:
-    assert "train.py trains when it is imported" in said_of(source, tmp_path)
-
-
-@pytest.mark.parametrize("source", DOES_NOT)
-def test_one_that_does_not_is_left_alone(source: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(source)
-    require_importable(tmp_path / "train.py")
+from amptune.workload.script import imports_of, line_for_training
+from amptune.workload.targets import load_workload, parse_target
 
 
 @pytest.mark.parametrize(
-    ("source", "shown", "workload"),
+    ("source", "runs"),
     [
-        (
-            "import lightning as L\nt = L.Trainer()\nt.fit(classifier, train_loader)\n",
-            "        t.fit(classifier, train_loader)\n",
-            "from_lightning(classifier, train_loader)",
-        ),
-        (TRAINER, "        trainer.train()\n", "from_trainer(trainer)"),
-        (LOOP, "        for epoch in range(3):\n            …\n", "from_loop(model, loader, loss_fn, optimizer)"),
-        ("w = amptune.Workload.of()\namptune.tune(w)\n", "        amptune.tune(w)", None),
-        (f"w = Workload.of()\n{LOOP}", "        for epoch in range(3):\n            …", None),
+        ("loss(model).backward()\noptimizer.step()\n", True),
+        ("import amptune\nprint(amptune.Workload)\n", True),
+        ("def main():\n    workload = amptune.Workload.from_loop(m, l, o, s)\n", True),
+        ("def (", True),
+        ("workload = amptune.Workload(model=model)\n", False),
+        ("task: Workload = Workload.from_trainer(trainer)\n", False),
+        ("def workload():\n    ...\n", False),
+        ("def other() -> amptune.Workload:\n    ...\n", False),
+        ("from mine import workload\n", False),
     ],
 )
-def test_the_lines_to_write_have_the_scripts_own_names(
-    source: str, shown: str, workload: str | None, tmp_path: Path
+def test_a_file_is_a_script_unless_it_makes_a_workload_at_its_top_level(
+    source: str, tmp_path: Path, *, runs: bool
 ) -> None:
-    said = said_of(source, tmp_path)
-    assert f'if __name__ == "__main__":\n{shown}' in said
-    assert (f"    workload = amptune.Workload.{workload}\n" in said) if workload else ("from_" not in said)
+    path = tmp_path / "train.py"
+    path.write_text(source)
+    assert source_of(str(path)).is_script == runs
+    assert source_of(str(path), ["--lr", "1"]).is_script, "with arguments it is one"
+    assert not source_of(f"{path}:workload", ["--lr", "1"]).is_script
 
 
-def test_a_script_without_a_workload_and_one_that_trains_are_told_before_they_are_run(tmp_path: Path) -> None:
-    path, ran = tmp_path / "train.py", tmp_path / "ran"
-    runs = f"open({str(ran)!r}, 'w')\n"
-    path.write_text(f"{runs}def main():\n    trainer = L.Trainer()\n    trainer.fit(Lit(), datamodule=loader)\n")
-    with pytest.raises(TargetError, match=r"train.py has no workload") as caught:
-        source_of(str(path))
-    assert "return amptune.Workload.from_lightning(Lit(), loader)" in str(caught.value)
-    assert source_of(f"{path}:main").target == f"{path}:main"
-    path.write_text(f"{runs}{LOOP}")
-    with pytest.raises(TargetError, match="trains when it is imported"):
-        source_of(f"{path}:workload")
-    assert not ran.exists()
+def test_a_workload_s_file_that_trains_when_it_is_imported_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nweight = torch.nn.Parameter(torch.ones(1))\nsgd = torch.optim.SGD([weight])\n"
+        "weight.sum().backward()\nsgd.step()\n"
+    )
+    with pytest.raises(TargetError, match=r"train.py trains when it is imported.*amptune tune train.py -- its"):
+        load_workload(parse_target(f"{path}:workload"))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +61,8 @@ def test_a_script_without_a_workload_and_one_that_trains_are_told_before_they_ar
 def test_the_line_for_training_is_that_of_the_framework(source: str, line: str | None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(source)
     assert line_for_training(f"{tmp_path / 'train.py'}:workload", "p.yaml") == line
+    run = f"amptune run p.yaml {tmp_path / 'train.py'} -- --lr 1"
+    assert line_for_training(str(tmp_path / "train.py"), "p.yaml", ["--lr", "1"]) == run
 
 
 def test_the_imports_of_a_target_are_those_that_its_workload_leads_to(tmp_path: Path) -> None:

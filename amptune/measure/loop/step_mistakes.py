@@ -12,10 +12,12 @@ from amptune.policy.findings import Finding
 from amptune.policy.settings import STOCK, Policy, amp_recipe
 from amptune.runtime.guard.misuse import PolicyMisuseWarning
 
-__all__ = ["mistakes_in_step", "mistakes_under"]
+__all__ = ["batches_that_go_on", "mistakes_in_step", "mistakes_under"]
 
 # A loop without a loss scaler is noticed in its second optimizer step.
 WATCHED_STEPS = 2
+# Losses that differ by no more are of one batch.
+SAME_LOSS = 1e-3
 # This one harms training in FP32 too, which policies are compared with: none would be noticed to do worse.
 _IN_ANY_PRECISION = "stepped-twice"
 _WITHOUT_AUTOCAST = Finding(
@@ -26,13 +28,13 @@ _WITHOUT_AUTOCAST = Finding(
 
 
 def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:
-    """Returns what the guard finds in the workload's own step; nothing for a step that amptune makes.
+    """Returns what the guard finds in the workload's own step; nothing for one that amptune or a script makes.
 
     Autocast shows the most: fp16, since it scales the loss; bf16 on a CPU, where fp16 may take minutes. If the step
     raises an error there, as a scaler does that steps twice, FP32 is tried: its error is reported by the trials.
     Raises `TargetError` if gradients are applied twice.
     """
-    if bench.workload.step is None:
+    if bench.workload.step is None or bench.workload.in_place:
         return ()
     for policy in (amp_recipe("bf16" if bench.device.type == "cpu" else "fp16"), STOCK):
         try:
@@ -45,6 +47,34 @@ def mistakes_in_step(bench: Bench) -> tuple[Finding, ...]:
             raise TargetError(f"step(…): {repeated}")
         return found
     return ()
+
+
+_GOES_ON = Finding(
+    code="batches-go-on",
+    message="the script draws its batches by itself and goes on with them, so that policies are measured on different "
+    "ones: their numerics are judged less sharply",
+)
+
+
+def batches_that_go_on(bench: Bench) -> tuple[Finding, ...]:
+    """Returns a finding on a running script whose second training from one state has other losses than the first.
+
+    The first step of each does not count: its batch may have been drawn before.
+    """
+    if not bench.workload.in_place:
+        return ()
+    losses = []
+    try:
+        with bench.on_device(STOCK) as (_, stepper):
+            for _ in range(2):
+                bench.restart()
+                losses.append([float(stepper()) for _ in range(WATCHED_STEPS)][1:])
+    except (Exception, SystemExit):  # noqa: BLE001  # which the trials will tell
+        return ()
+    finally:
+        bench.release()
+    (one,), (other,) = losses
+    return () if abs(one - other) <= SAME_LOSS * abs(one) else (_GOES_ON,)
 
 
 def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:

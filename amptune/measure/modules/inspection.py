@@ -86,7 +86,7 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         own_loop=bench.workload.own_loop,
         as_is=bench.workload.as_is,
         summary=bench.workload.summary,
-        in_place=bench.workload.summary is not None,
+        in_place=bench.workload.in_place,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
         blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),
@@ -106,7 +106,7 @@ def _wide_linears(bench: Bench, seen: Mapping[str, Leaf]) -> tuple[str, ...]:
     called = {path: at for path in linears if path in seen and (at := seen[path].called) is not None}
     head = max(called, key=called.__getitem__, default="")
     wide = tuple(path for path in called if path not in (head, "") and _is_wide(linears[path], seen[path].flops))
-    able = bench.workload.summary is None and no_float8_because(bench.device) is None
+    able = not bench.workload.in_place and no_float8_because(bench.device) is None
     return wide if wide and able else ()
 
 

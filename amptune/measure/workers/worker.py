@@ -132,7 +132,7 @@ def prepare() -> Prepared:
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
     from amptune.measure.loop.input_checks import changing_shapes, require_sound_input
-    from amptune.measure.loop.step_mistakes import mistakes_in_step
+    from amptune.measure.loop.step_mistakes import batches_that_go_on, mistakes_in_step
     from amptune.measure.modules.inspection import inspect_model
 
     limit = _State.setting.memory_mib
@@ -145,7 +145,9 @@ def prepare() -> Prepared:
         return Prepared(
             hardware=probe(_State.setting.device),
             subject=subject,
-            noticed=(*mistakes_in_step(bench), *changing_shapes(bench), *subject.noticed) if batches else (),
+            noticed=(*mistakes_in_step(bench), *batches_that_go_on(bench), *changing_shapes(bench), *subject.noticed)
+            if batches
+            else (),
             memory_mib=min(available_mib(bench.device), math.inf if limit is None else limit),
             start_s=start_s,
             draw_s=draw_s,

@@ -17,7 +17,7 @@ from amptune.runtime.script.in_place import CalledModules
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AGREEING", "WRITE_WORKLOAD", "Iteration", "Training", "several_models"]
+__all__ = ["AGREEING", "WRITE_WORKLOAD", "Iteration", "ScriptTraining", "several_models"]
 
 # So many iterations in a row, each of the same passes and updates, show what a script trains.
 AGREEING = 2
@@ -56,7 +56,7 @@ class Iteration:
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class ScriptTraining:
     """A script's training: the modules that it calls, its optimizers, and how an iteration goes."""
 
     called: Sequence[nn.Module]
@@ -65,7 +65,7 @@ class Training:
     loaders: Sequence[Any]
 
     @classmethod
-    def of(cls, iteration: Iteration, loaders: Sequence[Any]) -> Training:
+    def of(cls, iteration: Iteration, loaders: Sequence[Any]) -> ScriptTraining:
         """Returns what an iteration trained. Raises `TargetError` for what has no single model."""
         optimizers = [*dict.fromkeys(iteration.optimizers)]
         trained = [{id(one) for group in each.param_groups for one in group["params"]} for each in optimizers]

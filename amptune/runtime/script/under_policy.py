@@ -18,10 +18,11 @@ from amptune.errors import AmptuneError, HardwareMismatchError, PolicyApplyError
 from amptune.policy.file_io import load
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
+from amptune.runtime.optimizer import lay_out_state
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
 from amptune.runtime.script.scaling import Scaling
-from amptune.runtime.script.training import Iteration, Training
+from amptune.runtime.script.script_training import Iteration, ScriptTraining
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ class ScriptUnderPolicy(Listener):
         if not any(one.requires_grad for one in module.parameters()):
             return
         if self._tuned is None and self._now.optimizers:
-            self._apply(Training.of(self._now, ()).called)
+            self._apply(ScriptTraining.of(self._now, ()).called)
         if self._tuned is None:
             self._now.modules[module] += 1
             return
@@ -124,7 +125,7 @@ class ScriptUnderPolicy(Listener):
         try:
             set_fp32_math("stock")
             torch.backends.cudnn.benchmark = False
-            model = Training(called=called, optimizers=(), iteration=self._now, loaders=()).model
+            model = ScriptTraining(called=called, optimizers=(), iteration=self._now, loaders=()).model
             self._tuned = apply(self._policy, model, guard=False)
             InPlace(self._tuned, called)
             self._scaling.begin(self._settings, [*model.parameters()])
@@ -138,6 +139,7 @@ class ScriptUnderPolicy(Listener):
     def _serve(self, optimizer: torch.optim.Optimizer) -> None:
         self._served.add(optimizer)
         if self._tuned is not None:
+            lay_out_state(optimizer)
             self._tuned.optimizer(optimizer)
 
 

@@ -1,0 +1,214 @@
+"""Scripts as people have them, in `scripts/`, run unchanged: their loops are the steps that a bench measures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).with_name("scripts")
+ROOT = Path(__file__).resolve().parents[2]
+NEEDS = {"trainer": "transformers"}
+
+# Runs in a process of its own, as a worker does: what a script has set, nobody takes back.
+MEASURE = """
+import json, sys, torch
+from dataclasses import replace
+from pathlib import Path
+from amptune.measure.bench.bench import Bench
+from amptune.measure.results.outcome import Effort, Failure
+from amptune.policy.settings import Policy
+from amptune.workload.running_script import workload_of_script
+torch.set_num_threads(1)
+script, policies, *arguments = sys.argv[1:]
+workload = workload_of_script(Path(script), arguments)
+bench = Bench(workload, torch.device("cpu"))
+rows = []
+for settings in json.loads(policies):
+    effort = Effort(warmup_s=0.0, measure_s=0.0, settle_s=0.0, min_steps=3, batches=2)
+    found = bench.measure(Policy(**settings), effort)
+    failure = f"{found.kind}: {found.message}" if isinstance(found, Failure) else None
+    rows.append({"failure": failure, "losses": None if failure else list(found.losses)[:3]})
+told = {"summary": workload.summary, "as_is": str(workload.as_is), "size": workload.batch_size, "rows": rows}
+print("FOUND", json.dumps(told))
+"""
+
+ALL: list[dict[str, Any]] = [
+    {},
+    {"autocast": "bf16"},
+    {"autocast": "bf16", "fused_optimizer": True, "memory_format": "channels_last"},
+    {"autocast": "fp16"},
+    {},
+]
+
+
+def run(*command: str, folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, **more
+    )
+
+
+def measured(name: str, policies: list[dict[str, Any]], folder: Path, *arguments: str) -> dict[str, Any]:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    path = SCRIPTS / f"{name}.py" if (SCRIPTS / f"{name}.py").exists() else folder / f"{name}.py"
+    done = run("-c", MEASURE, str(path), json.dumps(policies), *arguments, folder=folder)
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert found, done.stderr[-2000:]
+    told: dict[str, Any] = json.loads(found[0].removeprefix("FOUND "))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "summary", "as_is", "size"),
+    [
+        ("classifier", [], r"Sequential, 0.00158 M parameters, SGD, 1 pass a step, 16 samples", "stock PyTorch", 16),
+        ("gpt", [], r"GPT, .*AdamW, 2 passes a step, 8 samples; bf16, tf32", "bf16, tf32 for FP32", 8),
+        (
+            "gpt",
+            ["--dtype", "float16", "--compile"],
+            r"a loss scaler of its own",
+            "fp16, tf32 for FP32, compile default",
+            8,
+        ),
+        ("actor_critic", [], r"Sequential and Linear, .*Adam, 15 passes a step", "stock PyTorch", 1),
+        ("word_lstm", [], r"Model, .*SGD, 1 pass a step", "stock PyTorch", 12),
+        ("trainer", [], r"GPT2LMHeadModel, .*2 passes a step, 2 batches a step, 8 samples", "fused optimizer", 8),
+    ],
+)
+def test_what_a_script_trains_is_found_and_each_policy_costs_itself_alone(
+    name: str, arguments: list[str], summary: str, as_is: str, size: int, tmp_path: Path
+) -> None:
+    """The script goes on after policies that raise in it; two trainings of one policy are one, bit for bit."""
+    found = measured(name, ALL, tmp_path, *arguments)
+    assert re.search(summary, found["summary"])
+    assert (found["as_is"], found["size"]) == (as_is, size)
+    first, *others, last = found["rows"]
+    assert (first["failure"], last["failure"]) == (None, None)
+    if name not in ("gpt", "word_lstm"):  # whose batches go on, drawn by itself
+        assert first == last
+    allowed = {"word_lstm": "LSTM"}.get(name)  # of which the CPU has no kernel in fp16
+    assert [one["failure"] for one in others if one["failure"] and not (allowed and allowed in one["failure"])] == []
+
+
+OWN_AUTOCAST = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.autocast("cpu", enabled=False):
+            assert self.linear(x.float()).dtype is torch.float32, "what a model keeps out of autocast stays out"
+        print("SEEN", y.dtype)
+        return y
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+while True:
+    with torch.autocast("cpu", dtype=torch.float16 if FP16 else torch.bfloat16):
+        output = net(torch.ones(2, 4))
+    print("RETURNED", output.dtype)
+    optimizer.zero_grad()
+    output.float().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("policy", "within"), [({}, "float32"), ({"autocast": "bf16"}, "bfloat16")])
+def test_a_policy_replaces_the_autocast_of_the_script_and_outputs_are_fp32(
+    policy: dict[str, Any], within: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_AUTOCAST.replace("FP16", "False"))
+    done = run("-c", MEASURE, "own.py", json.dumps([policy]), folder=tmp_path)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "SEEN torch.bfloat16", "before anything is measured it is the script's own"
+    assert [one for one in lines if one.startswith("SEEN")][-1] == f"SEEN torch.{within}"
+    assert [one for one in lines if one.startswith("RETURNED")][-1] == "RETURNED torch.float32"
+    assert '"as_is": "bf16"' in lines[-1]
+
+
+REFUSED = {
+    "never": ("import torch\nprint(torch.ones(1))\n", "no module was called in training"),
+    "no_step": (
+        "import torch\nm = torch.nn.Linear(2, 2)\nfor _ in range(9):\n    m(torch.ones(1, 2)).sum().backward()\n",
+        "no optimizer made a step",
+    ),
+    "wrong": ("import torch\nraise ValueError('of the user')\n", "of the user"),
+    "exits": ("import argparse\nargparse.ArgumentParser().parse_args(['--no'])\n", "unrecognized arguments"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "gan"])
+def test_a_script_that_cannot_be_tuned_is_told_why(name: str, tmp_path: Path) -> None:
+    text, why = REFUSED.get(name, ("", "trains several models in turn (Linear), with an optimizer each"))
+    path = SCRIPTS / "gan.py" if name == "gan" else tmp_path / f"{name}.py"
+    if text:
+        path.write_text(text)
+    done = run("-m", "amptune", "tune", str(path), "--dry-run", "--device", "cpu", folder=tmp_path)
+    assert why in done.stderr
+    assert done.returncode in (1, 2)
+
+
+def test_a_script_s_loop_that_ends_costs_its_process_and_no_policy(tmp_path: Path) -> None:
+    """The process that goes on begins the script anew."""
+    rows = measured("gpt", [{}] * 8, tmp_path, "--steps", "60")["rows"]
+    assert rows[0]["failure"] is None
+    assert rows[-1]["failure"].startswith("killed: gpt.py "), "which another process is asked for again"
+
+
+def test_nothing_of_the_user_s_is_changed_or_made_and_the_script_sees_what_it_wrote(tmp_path: Path) -> None:
+    """The classifier deletes its folder, writes a log, and renames a checkpoint to the best one."""
+    out = tmp_path / "absolute" / "out"
+    out.mkdir(parents=True)
+    for name in ("best.pt", "log.txt", "kept"):
+        (out / name).write_text(f"of a month of training: {name}")
+    (out / "checkpoint-1").mkdir()
+    before = {one: one.read_text() if one.is_file() else None for one in sorted(tmp_path.rglob("*"))}
+    measured("classifier", [{}], tmp_path, "--out", str(out), "--samples", "64", "--epochs", "50")
+    files = tmp_path / "files.py"
+    files.write_text(FILES)
+    done = run("-c", WATCHED, str(files), str(out), folder=tmp_path)
+    assert "as it should be" in done.stdout, done.stderr[-2000:]
+    files.unlink()
+    assert {one: one.read_text() if one.is_file() else None for one in sorted(tmp_path.rglob("*"))} == before
+
+
+FILES = """
+import io, os, pathlib, shutil, sys, tempfile
+import numpy, torch
+out = pathlib.Path(sys.argv[1])
+with open(out / "log.txt", "a") as log:
+    log.write(" and more")
+assert (out / "log.txt").read_text().endswith("log.txt and more")
+(out / "kept").write_text("mine"); assert (out / "kept").read_text() == "mine"
+os.remove(out / "best.pt"); (out / "best.pt").unlink(missing_ok=True)
+torch.save({"a": torch.ones(2)}, out / "new.pt"); os.rename(out / "new.pt", out / "best.pt")
+assert torch.load(out / "best.pt")["a"].sum() == 2
+shutil.rmtree(out / "checkpoint-1"); os.makedirs(out / "checkpoint-2" / "inner")
+inner = out / "checkpoint-2" / "inner"
+torch.save(torch.ones(1), str(inner / "w.pt")); assert os.path.exists(inner / "w.pt")
+numpy.save(out / "array.npy", numpy.ones(3)); assert numpy.load(out / "array.npy").sum() == 3
+io.open(out / "plain", "w").close(); pathlib.Path("relative.txt").write_text("x"); os.mkdir("here")
+shutil.copy(out / "kept", out / "copied"); shutil.move(str(out / "copied"), str(out / "moved"))
+with tempfile.TemporaryDirectory() as folder:
+    pathlib.Path(folder, "own").write_text("real"); assert os.listdir(folder) == ["own"]
+assert os.environ["WANDB_MODE"] == "disabled"
+print("as it should be")
+"""
+
+WATCHED = """
+import runpy, sys
+from amptune.workload.untouched_files import UntouchedFiles
+sys.argv = sys.argv[1:]
+with UntouchedFiles(lambda: True):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
