@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,7 @@ class RunningScript(Listener):
         torch.backends.cudnn.benchmark = False
         self._optimizers = [(one, _Snapshot(one)) for one in training.optimizers]
         self._model = training.model
+        self._device = next(self._model.parameters()).device
         for parameter in self._model.parameters():
             parameter.grad = None
         batches = iter(_cycle(self._kept))
@@ -123,11 +125,20 @@ class RunningScript(Listener):
         if self.is_over:
             raise ScriptEndedError(f"{self._path.name} has ended, by the count of its own loop or by an error before")
         if tuned is not self._tuned:
+            self._require_device()
             self._put_in_place(tuned)
         if self._is_broken:  # what is left of an iteration that another policy broke
             self._is_broken = False
             self._one(iteration)
         return self._one(iteration)
+
+    def _require_device(self) -> None:
+        here = next(self._model.parameters()).device.type
+        if here != self._device.type:
+            raise TargetError(
+                f"{self._path.name} trains on {self._device}, and amptune measures on {here}: say --device "
+                f"{self._device.type}, or have the script train on {here}"
+            )
 
     def _one(self, iteration: Iteration) -> torch.Tensor:
         self._given = {loader: deque() for loader, _ in iteration.batches}
@@ -203,8 +214,22 @@ class RunningScript(Listener):
     def _run(self) -> None:
         sys.argv = [str(self._path), *self._arguments]
         sys.path.insert(0, str(self._path.parent))
-        with self._files:
+        with self._files, self._in_one_process():
             runpy.run_path(str(self._path), run_name="__main__")
+
+    @contextmanager
+    def _in_one_process(self) -> Iterator[None]:
+        """Raises `TargetError` where the script would train in processes of its own."""
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise TargetError(f"{self._path.name} trains in processes that it starts itself: {WRITE_WORKLOAD}")
+
+        processes: Any = torch.multiprocessing
+        own, processes.spawn = processes.spawn, refuse
+        try:
+            yield
+        finally:
+            processes.spawn = own
 
     def _hand_over(self, error: Exception | None = None) -> None:
         grad = torch.is_grad_enabled()

@@ -142,6 +142,10 @@ REFUSED = {
         "import torch\nm = torch.nn.Linear(2, 2)\nfor _ in range(9):\n    m(torch.ones(1, 2)).sum().backward()\n",
         "no optimizer made a step",
     ),
+    "spawns": (
+        "import torch.multiprocessing as mp\ndef train(rank):\n    ...\nmp.spawn(train, nprocs=2)\n",
+        "trains in processes that it starts itself",
+    ),
     "wrong": ("import torch\nraise ValueError('of the user')\n", "of the user"),
     "exits": ("import argparse\nargparse.ArgumentParser().parse_args(['--no'])\n", "unrecognized arguments"),
 }

@@ -6,6 +6,7 @@ import argparse
 import runpy
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,7 @@ class ScriptUnderPolicy(Listener):
         finally:
             self._is_applying = False
         own = f", in place of its own {' and '.join(self._replaced)}" if self._replaced else ""
-        self._tell(f"{self._settings} around {self._names}{own}")
+        self._tell(f"{replace(self._settings, batch_size=None)} around {self._names}{own}")
 
     def _serve(self, optimizer: torch.optim.Optimizer) -> None:
         self._served.add(optimizer)

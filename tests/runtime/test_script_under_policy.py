@@ -1,0 +1,137 @@
+"""`amptune run`: a script trains under a policy without a changed line, and says in a line what was done."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from amptune.errors import PolicyApplyError
+from amptune.policy.settings import Policy
+from amptune.runtime.script.scaling import ArrivingScaler
+from amptune.runtime.script.under_policy import ScriptUnderPolicy
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = 'schema: amptune.policy/1\nautocast: "{}"\nfp32_math: stock\nmemory_format: contiguous\ncudnn_benchmark: false\n'
+
+TRAIN = """
+import sys, torch
+from contextlib import nullcontext
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+own, scales, out = sys.argv[1:4]
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+scaler = torch.amp.GradScaler("cpu") if scales == "scaler" else None
+for epoch in range(4):
+    for x, y in DataLoader(data, 16, shuffle=True):
+        with torch.autocast("cpu", dtype=torch.bfloat16) if own == "autocast" else nullcontext():
+            output = net(x)
+            loss = torch.nn.functional.cross_entropy(output, y)
+        optimizer.zero_grad()
+        if scaler is None:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        schedule.step()
+    print(output.dtype, float(loss), optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("fused"))
+torch.save(net.state_dict(), out)
+print("scale", None if scaler is None else (scaler.is_enabled(), scaler.get_scale()), __name__, __file__)
+"""
+
+
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, *command)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def trained(folder: Path, policy: str, own: str = "plain", scales: str = "none") -> tuple[dict[str, torch.Tensor], str]:
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "policy.yaml").write_text(policy)
+    done = run("-m", "amptune", "run", "policy.yaml", "train.py", "--", own, scales, "out.pt", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "out.pt"), done.stdout + done.stderr
+
+
+def plainly(folder: Path, own: str = "plain", scales: str = "none") -> dict[str, torch.Tensor]:
+    (folder / "train.py").write_text(TRAIN)
+    assert run("train.py", own, scales, "plain.pt", folder=folder).returncode == 0
+    weights: dict[str, torch.Tensor] = torch.load(folder / "plain.pt")
+    return weights
+
+
+@pytest.mark.parametrize("scales", ["none", "scaler"])
+def test_under_stock_pytorch_it_trains_as_by_itself_bit_for_bit(scales: str, tmp_path: Path) -> None:
+    weights, said = trained(tmp_path, HEAD.format("off"), scales=scales)
+    torch.testing.assert_close(weights, plainly(tmp_path), rtol=0, atol=0)
+    assert "__main__" in said
+    assert "amptune: stock PyTorch around Sequential" in said
+
+
+@pytest.mark.parametrize("own", ["plain", "autocast"])
+def test_under_bf16_outputs_are_fp32_and_its_own_autocast_is_replaced(own: str, tmp_path: Path) -> None:
+    weights, said = trained(tmp_path, HEAD.format("bf16") + "fused_optimizer: true\n", own)
+    torch.testing.assert_close(weights, plainly(tmp_path), rtol=0.2, atol=0.02)
+    assert "torch.bfloat16" not in said
+    assert "amptune: bf16, fused optimizer around Sequential" in said
+    assert ("in place of its own autocast" in said) == (own == "autocast")
+    assert "True\n" in said, "the optimizer is fused"
+
+
+@pytest.mark.parametrize("scales", ["none", "scaler"])
+def test_fp16_scales_the_loss_by_the_script_s_scaler_or_by_one_of_amptune_s(scales: str, tmp_path: Path) -> None:
+    weights, said = trained(tmp_path, HEAD.format("fp16"), scales=scales)
+    torch.testing.assert_close(weights, plainly(tmp_path), rtol=0.2, atol=0.02)
+    assert ("in place of its own loss scaler" in said) == (scales == "scaler")
+    assert ("scale (True, " in said) == (scales == "scaler")
+
+
+def test_what_does_not_fit_is_told_and_nothing_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "half.yaml").write_text(HEAD.format("off") + "weights: half\n")
+    (tmp_path / "policy.yaml").write_text(HEAD.format("bf16"))
+    for policy, script, code, words in (
+        ("half.yaml", "train.py", 2, "half weights and FP8 come before the optimizer"),
+        ("policy.yaml", "none.py", 2, "there is no script none.py"),
+        ("none.yaml", "train.py", 2, "none.yaml"),
+        ("policy.yaml", "train.py", 3, "train.py made no step with a module and an optimizer"),
+    ):
+        done = run("-m", "amptune", "run", policy, script, folder=tmp_path)
+        assert (done.returncode, words in done.stderr) == (code, True), done.stderr
+
+
+def test_arriving_gradients_have_their_values_and_a_step_that_overflows_is_left_out() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    scaler, optimizer = ArrivingScaler([weight], scale=4.0, growth_interval=2), torch.optim.SGD([weight], lr=1.0)
+    optimizer.register_step_pre_hook(lambda one, *_: scaler.before_step(one))
+    for factor, left, scale in ((0.5, 0.5, 4.0), (float("inf"), 0.5, 2.0), (0.25, 0.25, 2.0), (0.25, 0.0, 4.0)):
+        ((factor * weight).sum() * scaler.scale).backward()
+        if factor < 1:
+            torch.testing.assert_close(weight.grad, torch.full((3,), factor))
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(weight.detach(), torch.full((3,), left))
+        assert scaler.scale == scale
+    assert scaler.skipped == 1
+    scaler.remove()
+    weight.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.ones(3))
+
+
+def test_half_weights_are_refused_before_the_script_runs() -> None:
+    with pytest.raises(PolicyApplyError, match=r"write amptune.apply\(…\) into it"):
+        ScriptUnderPolicy(Policy(weights="half"), print)
