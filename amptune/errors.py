@@ -144,6 +144,7 @@ _TUNE = (
     "click",
     "cloudpickle",
     "filelock",
+    "greenlet",
     "numpy",
     "optuna",
     "pebble",

@@ -31,7 +31,7 @@ def built(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def trained(rank: int, *, recorded: bool) -> tuple[torch.Tensor, float]:
     """Returns all weights after training, and ms a step."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has not typed it
     with torch.cuda.stream(stream):
         model, optimizer = built(rank)
         draw = torch.Generator("cuda").manual_seed(rank)
@@ -45,7 +45,7 @@ def trained(rank: int, *, recorded: bool) -> tuple[torch.Tensor, float]:
             optimizer.zero_grad()
             with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
                 loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
         go: Any = step

@@ -78,10 +78,8 @@ class UntouchedFiles:
         self._replace(os, "listdir", self._lister(os.listdir))
         self._replace(os, "scandir", self._scanner(os.scandir))
         if importlib.util.find_spec("safetensors") is not None:
-            import safetensors.torch
-
-            own = safetensors.torch.serialize_file  # which save_file calls, whoever imported that before
-            self._replace(safetensors.torch, "serialize_file", self._saver(own, 1, "filename"))
+            module = importlib.import_module("safetensors.torch")  # whose save_file calls this, however imported
+            self._replace(module, "serialize_file", self._saver(module.serialize_file, 1, "filename"))
         return self
 
     def __exit__(self, *_: object) -> None:

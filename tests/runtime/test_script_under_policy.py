@@ -119,7 +119,7 @@ def test_arriving_gradients_have_their_values_and_a_step_that_overflows_is_left_
     scaler, optimizer = ArrivingScaler([weight], scale=4.0, growth_interval=2), torch.optim.SGD([weight], lr=1.0)
     optimizer.register_step_pre_hook(lambda one, *_: scaler.before_step(one))
     for factor, left, scale in ((0.5, 0.5, 4.0), (float("inf"), 0.5, 2.0), (0.25, 0.25, 2.0), (0.25, 0.0, 4.0)):
-        ((factor * weight).sum() * scaler.scale).backward()
+        ((factor * weight).sum() * scaler.scale).backward()  # type: ignore[no-untyped-call]
         if factor < 1:
             torch.testing.assert_close(weight.grad, torch.full((3,), factor))
         optimizer.step()
@@ -128,7 +128,7 @@ def test_arriving_gradients_have_their_values_and_a_step_that_overflows_is_left_
         assert scaler.scale == scale
     assert scaler.skipped == 1
     scaler.remove()
-    weight.sum().backward()
+    weight.sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(weight.grad, torch.ones(3))
 
 

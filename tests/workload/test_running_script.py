@@ -15,7 +15,7 @@ import pytest
 
 SCRIPTS = Path(__file__).with_name("scripts")
 ROOT = Path(__file__).resolve().parents[2]
-NEEDS = {"trainer": "transformers"}
+NEEDS = {"trainer": "transformers", "fabric": "lightning"}
 
 # Runs in a process of its own, as a worker does: what a script has set, nobody takes back.
 MEASURE = """
@@ -49,10 +49,10 @@ ALL: list[dict[str, Any]] = [
 ]
 
 
-def run(*command: str, folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+def run(*command: str, folder: Path, limit_s: float = 240) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, **more
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s
     )
 
 
@@ -87,16 +87,44 @@ def measured(name: str, policies: list[dict[str, Any]], folder: Path, *arguments
 def test_what_a_script_trains_is_found_and_each_policy_costs_itself_alone(
     name: str, arguments: list[str], summary: str, as_is: str, size: int, tmp_path: Path
 ) -> None:
-    """The script goes on after policies that raise in it; two trainings of one policy are one, bit for bit."""
+    """The script goes on after policies that raise in it; of two trainings by one policy both are the same."""
     found = measured(name, ALL, tmp_path, *arguments)
     assert re.search(summary, found["summary"])
     assert (found["as_is"], found["size"]) == (as_is, size)
     first, *others, last = found["rows"]
     assert (first["failure"], last["failure"]) == (None, None)
-    if name not in ("gpt", "word_lstm"):  # whose batches go on, drawn by itself
+    if name in ("classifier", "actor_critic"):  # others draw their batches by themselves, or ahead
         assert first == last
     allowed = {"word_lstm": "LSTM"}.get(name)  # of which the CPU has no kernel in fp16
     assert [one["failure"] for one in others if one["failure"] and not (allowed and allowed in one["failure"])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "summary"),
+    [
+        ("segmentation", r"UNet, .*RMSprop, .*fp16 today, a loss scaler of its own"),
+        ("deep_q", r"^Q, .*AdamW, 1 pass a step, 32 samples; stock"),
+        ("fabric", r"^Sequential, .*2 batches a step, 32 samples; bf16 today"),
+        ("lbfgs", r"^Sequential, .*LBFGS, 5 passes a step"),
+        ("siamese", r"^Sequential and Linear, .*2 passes a step, 32 samples"),
+        ("own_scaler", r"2 batches a step, 32 samples; fp16 today, a loss scaler of its own"),
+        ("two_optimizers", r"^Sequential, .*SGD and Adam, .*compile default today"),
+    ],
+)
+def test_other_loops_are_found_and_timed_and_trained_under_a_policy(name: str, summary: str, tmp_path: Path) -> None:
+    found = measured(name, ALL[:3] + ALL[-1:], tmp_path)
+    assert re.search(summary, found["summary"])
+    assert [one["failure"] for one in found["rows"]] == [None] * 4
+    head = "schema: amptune.policy/1\nfp32_math: stock\nmemory_format: contiguous\ncudnn_benchmark: false\n"
+    (tmp_path / "policy.yaml").write_text(f"{head}autocast: bf16\n")
+    command = ["-m", "amptune", "run", "policy.yaml", str(SCRIPTS / f"{name}.py")]
+    try:
+        said = run(*command, folder=tmp_path, limit_s=20).stderr
+    except subprocess.TimeoutExpired as ended:  # some go on for long
+        said = (ended.stderr or b"").decode()
+    assert "amptune: bf16 around " in said
+    assert "Traceback" not in said
 
 
 OWN_AUTOCAST = """

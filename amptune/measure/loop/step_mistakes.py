@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+
+import torch
 
 from amptune.errors import TargetError
 from amptune.measure.bench.bench import Bench
@@ -16,8 +19,6 @@ __all__ = ["batches_that_go_on", "mistakes_in_step", "mistakes_under"]
 
 # A loop without a loss scaler is noticed in its second optimizer step.
 WATCHED_STEPS = 2
-# Losses that differ by no more are of one batch.
-SAME_LOSS, COMPARED_LOSSES = 1e-3, 6
 # This one harms training in FP32 too, which policies are compared with: none would be noticed to do worse.
 _IN_ANY_PRECISION = "stepped-twice"
 _WITHOUT_AUTOCAST = Finding(
@@ -63,18 +64,18 @@ def batches_that_go_on(bench: Bench) -> tuple[Finding, ...]:
     """
     if not bench.workload.in_place or bench.workload.loader is not None:
         return ()
-    losses = []
+    losses: list[torch.Tensor] = []
     try:
         with bench.on_device(STOCK) as (_, stepper):
             for _ in range(2):
                 bench.restart()
-                losses.append([float(stepper()) for _ in range(COMPARED_LOSSES)][1:])
+                losses.append(torch.stack([stepper() for _ in range(2 * WATCHED_STEPS)])[1:])
     except (Exception, SystemExit):  # noqa: BLE001  # which the trials will tell
         return ()
     finally:
         bench.release()
-    is_same = all(abs(one - other) <= SAME_LOSS * abs(one) for one, other in zip(*losses, strict=True))
-    return () if is_same else (_GOES_ON,)
+    half_the_digits = math.sqrt(torch.finfo(torch.float32).eps)
+    return () if torch.allclose(losses[0], losses[1], rtol=half_the_digits) else (_GOES_ON,)
 
 
 def mistakes_under(policy: Policy, bench: Bench) -> tuple[Finding, ...]:

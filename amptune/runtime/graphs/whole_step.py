@@ -46,7 +46,9 @@ class WholeStep:
         """Returns recordings for a step of this code; None, which it tells, for a model that exchanges gradients."""
         self._is_known = True
         if model is not None and any(isinstance(one, DistributedDataParallel) for one in model.modules()):
-            self._tell_missed("DistributedDataParallel exchanges gradients in it, and ranks do not agree yet on what they record")
+            self._tell_missed(
+                "DistributedDataParallel exchanges gradients in it, and ranks do not agree yet on what they record"
+            )
             return None
         passes = self._passes
         models = [passes.model] if model in (None, recipe.model) else [passes.model, model]

@@ -20,9 +20,10 @@ from amptune.runtime.way_back import WayBack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["LedIterator", "Listener", "ScriptHooks", "as_policys", "inner_of"]
+__all__ = ["LedIterator", "Listener", "ScriptHooks", "as_policys", "inner_of", "is_wrapper"]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_WRAPPER_NAMES = ("_FabricModule",)  # which casts inputs, and enters autocast
 
 
 class Listener(Protocol):
@@ -63,10 +64,15 @@ def as_policys(autocast: torch.amp.autocast) -> torch.amp.autocast:
 
 
 def inner_of(module: nn.Module) -> nn.Module:
-    """Returns the module within wrappers of several devices."""
-    while isinstance(module, _WRAPPERS):
-        module = module.module
+    """Returns the module within wrappers of several devices, or of Fabric."""
+    while is_wrapper(module):
+        module = module.module  # type: ignore[assignment]
     return module
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Returns True for a module that calls another one for the script."""
+    return isinstance(module, _WRAPPERS) or type(module).__name__ in _WRAPPER_NAMES
 
 
 class ScriptHooks:
@@ -112,7 +118,7 @@ class ScriptHooks:
         self._back.add(*((setattr, owner, name, own) if is_own else (delattr, owner, name)))
 
     def _begins(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if isinstance(module, _WRAPPERS):
+        if is_wrapper(module):
             return
         depth = getattr(self._depth, "now", 0)
         self._depth.now = depth + 1
@@ -120,7 +126,7 @@ class ScriptHooks:
             self._listener.called(module, args)
 
     def _ends(self, module: nn.Module) -> None:
-        if not isinstance(module, _WRAPPERS):
+        if not is_wrapper(module):
             self._depth.now = max(0, getattr(self._depth, "now", 0) - 1)
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:

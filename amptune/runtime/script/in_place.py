@@ -49,6 +49,7 @@ class InPlace:
     ) -> None:
         self._tuned, self._broken, self._begins = tuned, broken, begins
         self._back = WayBack()
+        self._is_half = any(weight.dtype in HALF_DTYPES for module in called for weight in module.parameters())
         for number, module in enumerate(called):
             self._wrap(module, () if len(called) == 1 else (number,))
 
@@ -84,6 +85,8 @@ class InPlace:
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         tuned = self._tuned
+        if tuned.policy.autocast == "off" and not self._is_half:  # who casts inputs expects autocast within
+            args, kwargs = map_tensors(_in_fp32, (args, kwargs))
         with as_policys(tuned.autocast()):
             args, kwargs = tuned.batch((args, kwargs))
             returned = tuned.model(*args, **kwargs)
