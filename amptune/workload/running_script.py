@@ -28,7 +28,14 @@ from amptune.runtime.optimizer import lay_out_state
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
 from amptune.runtime.script.scaling import Scaling
-from amptune.runtime.script.script_training import AGREEING, WRITE_WORKLOAD, Iteration, ScriptTraining, several_models
+from amptune.runtime.script.script_training import (
+    AGREEING,
+    WRITE_WORKLOAD,
+    Iteration,
+    ScriptTraining,
+    copy_of_batch,
+    several_models,
+)
 from amptune.workload.loader_batches import LARGE_BYTES
 from amptune.workload.untouched_files import UntouchedFiles
 from amptune.workload.user_errors import user_script
@@ -73,6 +80,7 @@ class RunningScript(Listener):
         self._stepped: set[torch.optim.Optimizer] = set()
         self._is_broken = False
         self._spared = self._steps = 0
+        self._writes_to_batches = False
         self._began_s = time.monotonic()
         # the policy that is in place
         self._tuned: Tuned | None = None
@@ -203,7 +211,9 @@ class RunningScript(Listener):
 
     def _keep_more(self, training: ScriptTraining) -> None:
         """Keeps iterations of further batches, beside those that the script has trained on."""
-        self._kept = [one for one in self._past if one.batches][-AGREEING:] or [Iteration()]
+        self._writes_to_batches = any(one.was_written_to for one in self._past)
+        seen = [one for one in self._past[-AGREEING:] if one.batches and not one.was_written_to]
+        self._kept = seen if seen or training.loaders else [Iteration()]
         if training.loaders:
             fresh = self._fresh(0)
             while len(self._kept) < MOST_KEPT and _bytes_of(self._kept) < LARGE_BYTES:
@@ -249,7 +259,7 @@ class RunningScript(Listener):
         training = self._training
         if training is None:
             self._iterators[number], batch = own, own.draw()
-            self._now.batches.append((number, batch))
+            self._now.keep(number, batch)
             return batch
         if not any(one is loader for one in training.loaders):  # validation has one batch
             if own.drawn:
@@ -257,9 +267,9 @@ class RunningScript(Listener):
             return own.draw()
         if self._has_updated:
             self._hand_over()
-        if self._given.get(number):
-            return self._given[number].popleft()
-        return self._spare(number)  # as a loader with a look ahead takes at the beginning of an epoch
+        # a loader with a look ahead takes one more at the beginning of an epoch
+        given = self._given[number].popleft() if self._given.get(number) else self._spare(number)
+        return copy_of_batch(given, tensors=self._writes_to_batches)
 
     def _spare(self, number: int) -> Any:
         batches = [batch for one in self._kept for loader, batch in one.batches if loader == number]
@@ -273,7 +283,7 @@ class RunningScript(Listener):
     def called(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if not any(one.requires_grad for one in module.parameters()):
             return
-        if self._now.optimizers and not self._loaders:
+        if self._now.optimizers and not self._now.batches:
             self._end_iteration()
         self._now.modules[module] += 1
         first = next((one for one in tensors_in(args) if one.dim() > 1), None)

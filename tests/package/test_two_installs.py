@@ -104,6 +104,20 @@ def test_a_tuned_file_trains_with_the_guard_on_a_training_node(tmp_path: Path) -
     assert len(json.loads(losses)) == 6
 
 
+def test_a_script_trains_under_a_policy_on_a_training_node(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(
+        "schema: amptune.policy/1\nautocast: bf16\nfp32_math: stock\nmemory_format: contiguous\n"
+        "cudnn_benchmark: false\nfused_optimizer: true\n"
+    )
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\nnet = torch.nn.Linear(2, 2)\nsgd = torch.optim.SGD(net.parameters())\n"
+        "for _ in range(4):\n    out = net(torch.ones(1, 2))\n    out.sum().backward()\n    sgd.step()\n"
+        "print(out.dtype, sgd.param_groups[0]['fused'], sys.argv)\n"
+    )
+    code = "from amptune.__main__ import main; sys.argv[1:1] = ['run', 'policy.yaml', 'train.py']; main()"
+    assert output_of(code, "--lr", "1", folder=tmp_path) == "torch.float32 True ['train.py', '--lr', '1']\n"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_training_node_records_cuda_graphs(tmp_path: Path) -> None:

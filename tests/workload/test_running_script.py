@@ -99,6 +99,31 @@ def test_what_a_script_trains_is_found_and_each_policy_costs_itself_alone(
     assert [one["failure"] for one in others if one["failure"] and not (allowed and allowed in one["failure"])] == []
 
 
+TAKES_APART = """
+import torch
+from torch.utils.data import DataLoader
+data = [{"x": torch.full((4,), float(n)), "y": torch.tensor(n % 2)} for n in range(32)]
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+list(DataLoader(data, 8))  # a look at the data, before training
+while True:
+    for batch in DataLoader(data, 8):
+        targets = batch.pop("y")
+        x = batch["x"].add_(1.0)
+        print("MEAN", float(x.mean()))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), targets).backward()
+        optimizer.step()
+"""
+
+
+def test_a_script_may_take_its_batches_apart_and_write_to_them(tmp_path: Path) -> None:
+    (tmp_path / "apart.py").write_text(TAKES_APART)
+    done = run("-c", MEASURE, "apart.py", "[{}, {}]", folder=tmp_path)
+    means = {float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("MEAN")}
+    assert means == {4.5, 12.5, 20.5, 28.5}, done.stderr[-800:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "summary"),

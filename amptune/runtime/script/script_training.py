@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from amptune.changes.tensor_tree import tensors_in
+from amptune.changes.tensor_tree import map_tensors, tensors_in
 from amptune.errors import TargetError
 from amptune.runtime.script.hooks import inner_of
 from amptune.runtime.script.in_place import CalledModules
@@ -30,6 +32,13 @@ def several_models(models: Sequence[nn.Module]) -> TargetError:
     return TargetError(f"it trains several models in turn ({names}), with an optimizer each: {WRITE_WORKLOAD}")
 
 
+def copy_of_batch(batch: Any, *, tensors: bool = False) -> Any:
+    """Returns a batch in containers of its own, as a script may `pop` from them, or with `tensors` of its own too."""
+    plain = torch.Tensor, str, bytes, int, float
+    found = tree_map(lambda leaf: leaf if leaf is None or isinstance(leaf, plain) else copy.copy(leaf), batch)
+    return map_tensors(torch.clone, found) if tensors else found
+
+
 class Iteration:
     """One iteration of a script's loop: `batches` by the number of their loader, and what it did with them.
 
@@ -42,6 +51,17 @@ class Iteration:
         self.modules: Counter[nn.Module] = Counter()
         self.optimizers: list[torch.optim.Optimizer] = []
         self.backwards = self.rows = 0
+        self._versions: list[tuple[torch.Tensor, int]] = []
+
+    def keep(self, loader: int, batch: Any) -> None:
+        """Keeps a batch that the script has drawn, and may take apart."""
+        self.batches.append((loader, copy_of_batch(batch)))
+        self._versions += [(one, one._version) for one in tensors_in(batch)]
+
+    @property
+    def was_written_to(self) -> bool:
+        """True if the script has changed tensors of its batches in place."""
+        return any(one._version != version for one, version in self._versions)
 
     def is_like(self, other: Iteration) -> bool:
         """Returns True if both did the same, whatever the number of passes."""

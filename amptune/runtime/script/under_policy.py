@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from amptune.changes.flags import set_fp32_math
 from amptune.errors import AmptuneError, HardwareMismatchError, PolicyApplyError
-from amptune.policy.file_io import load
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.optimizer import lay_out_state
+from amptune.runtime.policy_argument import read_policy
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
 from amptune.runtime.script.scaling import Scaling
@@ -148,12 +148,7 @@ def run_script(policy: str, path: Path, arguments: Sequence[str], tell: Callable
     """Runs a script as `python PATH ARGUMENTS` does, its training under the policy. Raises `AmptuneError`."""
     if not path.is_file():
         raise PolicyApplyError(f"there is no script {path} (looked in {Path.cwd()})")
-    found: Any = load(policy)
-    if not hasattr(found, "policy"):
-        raise PolicyApplyError(
-            f"{policy} is a profile; give one of its policies, as `amptune profile resolve` finds it"
-        )
-    listener = ScriptUnderPolicy(found, tell)
+    listener = ScriptUnderPolicy(read_policy(policy), tell)
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     try:
