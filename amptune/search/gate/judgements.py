@@ -105,7 +105,7 @@ class Judgements:
     def passes(self, policy: Policy) -> bool:
         """Returns whether the policy is exempt or passed; a compiled one may have passed without its graph."""
         known = self.known(policy)
-        return self.is_exempt(without_graph(policy)) if known is None else known.passes
+        return self.is_exempt(without_graph(policy)) if known is None else known.passes or self.is_exempt(policy)
 
     def _of_graph(self, policy: Policy) -> list[Judgement | Unjudged]:
         """Returns what was found of a policy's own graph, then of others in its dtype, the latest first."""
