@@ -6,7 +6,6 @@ iterations, and goes on for one when the bench asks for a step. So nothing of it
 
 from __future__ import annotations
 
-import copy
 import runpy
 import sys
 import time
@@ -24,9 +23,9 @@ from amptune.changes.flags import fp32_math_now, set_fp32_math
 from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import ScriptEndedError, TargetError
 from amptune.policy.settings import Policy
-from amptune.runtime.optimizer import lay_out_state
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
+from amptune.runtime.script.optimizer_snapshot import OptimizerSnapshot
 from amptune.runtime.script.scaling import Scaling
 from amptune.runtime.script.script_training import (
     AGREEING,
@@ -109,7 +108,7 @@ class RunningScript(Listener):
         )
         set_fp32_math("stock")
         torch.backends.cudnn.benchmark = False
-        self._optimizers = [(one, _Snapshot(one)) for one in training.optimizers]
+        self._optimizers = [(one, OptimizerSnapshot(one)) for one in training.optimizers]
         self._model = training.model
         self._device = next(self._model.parameters()).device
         for parameter in self._model.parameters():
@@ -362,33 +361,6 @@ class RunningScript(Listener):
         if not self._past and not self._now.modules:
             return "no module was called in training"
         return "no optimizer made a step" if not self._past and not self._now.optimizers else "it made too few steps"
-
-
-class _Snapshot:
-    """An optimizer as it is in the script: its settings, hooks and state."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        kept = vars(optimizer).keys() - {"state", "param_groups"}
-        self._vars = {name: copy.copy(vars(optimizer)[name]) for name in kept}
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._state = copy.deepcopy(optimizer.state_dict()["state"])
-
-    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        for name in vars(optimizer).keys() - self._vars.keys() - {"state", "param_groups"}:
-            del vars(optimizer)[name]
-        vars(optimizer).update({name: copy.copy(value) for name, value in self._vars.items()})
-        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
-            group.clear()
-            group.update(own)
-
-    def put_state_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts its state back, and its settings but for a fused kernel."""
-        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update({name: value for name, value in own.items() if name not in ("fused", "foreach")})
-        optimizer.load_state_dict(
-            {"state": copy.deepcopy(self._state), "param_groups": optimizer.state_dict()["param_groups"]}
-        )
-        lay_out_state(optimizer)
 
 
 def _take_turns(past: Sequence[Iteration]) -> bool:
