@@ -176,6 +176,12 @@ while True:
 """
 
 
+def test_a_model_with_autocast_of_its_own_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_AUTOCAST.replace("FP16", "False").replace('print("SEEN", y.dtype)', "pass"))
+    rows = measured("own", [{"compile": "default"}, {"compile": "default", "autocast": "bf16"}, {}], tmp_path)["rows"]
+    assert [one["failure"] for one in rows if "C++" not in str(one["failure"])] == [None] * 3
+
+
 @pytest.mark.parametrize(("policy", "within"), [({}, "float32"), ({"autocast": "bf16"}, "bfloat16")])
 def test_a_policy_replaces_the_autocast_of_the_script_and_outputs_are_fp32(
     policy: dict[str, Any], within: str, tmp_path: Path

@@ -6,6 +6,7 @@ Where PyTorch has a public hook, it is used; the rest are methods of PyTorch's c
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from amptune.runtime.way_back import WayBack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["LedIterator", "Listener", "ScriptHooks", "as_policys", "inner_of", "is_wrapper"]
+__all__ = ["LedIterator", "Listener", "ScriptHooks", "as_policys", "autocast_as_it_is", "inner_of", "is_wrapper"]
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _WRAPPER_NAMES = ("_FabricModule",)  # which casts inputs, and enters autocast
@@ -55,6 +56,21 @@ class Listener(Protocol):
 
     def schedules(self) -> bool:
         """Returns True if learning-rate schedules go on."""
+
+
+_AUTOCAST = torch.amp.autocast.__enter__, torch.amp.autocast.__exit__
+
+
+@contextmanager
+def autocast_as_it_is() -> Iterator[None]:
+    """Puts PyTorch's own autocast in place meanwhile, which its compiler knows by its functions."""
+    kind: Any = torch.amp.autocast
+    before = kind.__enter__, kind.__exit__
+    kind.__enter__, kind.__exit__ = _AUTOCAST
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = before
 
 
 def as_policys(autocast: torch.amp.autocast) -> torch.amp.autocast:

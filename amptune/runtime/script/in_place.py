@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from amptune.changes.tensor_tree import HALF_DTYPES, map_tensors
-from amptune.runtime.script.hooks import as_policys
+from amptune.runtime.script.hooks import as_policys, autocast_as_it_is
 from amptune.runtime.way_back import WayBack
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class InPlace:
             if self._begins():
                 return module.forward(*args, **kwargs)
             put_back()  # the model is called within, and is to run itself
+            if _is_of_class(vars(module).get("_original_forward"), module):  # what Accelerate put autocast around
+                vars(module).pop("forward", None)
             try:
                 return self._called(*before, *args, **kwargs)
             except Exception as error:
@@ -89,8 +92,13 @@ class InPlace:
             args, kwargs = map_tensors(_in_fp32, (args, kwargs))
         with as_policys(tuned.autocast()):
             args, kwargs = tuned.batch((args, kwargs))
-            returned = tuned.model(*args, **kwargs)
+            with nullcontext() if tuned.policy.compile == "off" else autocast_as_it_is():
+                returned = tuned.model(*args, **kwargs)
         return returned if tuned.policy.autocast == "off" else map_tensors(_in_fp32, returned)
+
+
+def _is_of_class(forward: Any, module: nn.Module) -> bool:
+    return getattr(forward, "__func__", None) is type(module).forward
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
