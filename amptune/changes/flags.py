@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["before", "fp32_math_now", "hold", "is_held", "set_fp32_math"]
+__all__ = ["before", "fp32_math_now", "hold", "is_held", "set_fp32_math", "take_defaults"]
 
 # By the name of a setting: its value before the first policy, then that of each policy, each in a list of its own.
 _held: dict[str, list[list[Any]]] = {}
@@ -183,3 +183,9 @@ def fp32_math_now() -> Literal["stock", "ieee", "tf32"]:
     if matmul == "tf32":
         return "tf32"
     return "ieee" if conv == "ieee" else "stock"
+
+
+def take_defaults() -> None:
+    """Gives FP32 math and `cudnn.benchmark` PyTorch's defaults, for policies to depart from."""
+    set_fp32_math("stock")
+    torch.backends.cudnn.benchmark = False

@@ -109,9 +109,9 @@ def tune_command(
 ) -> int:
     """Find the best policy for TARGET on this machine.
 
-    TARGET is a training script, which runs as it is; what stands behind -- are its own arguments. It changes no file
-    meanwhile. Or it is an amptune.Workload, or a function that returns one: FILE.py, if it has just one, FILE.py:NAME
-    or PACKAGE.MODULE:NAME. `amptune init` writes a starter.
+    TARGET is a training script, which runs as it is; what stands behind -- are its own arguments. What it writes
+    meanwhile is kept apart. Or it is an amptune.Workload, or a function that returns one: FILE.py, if it has just one,
+    FILE.py:NAME or PACKAGE.MODULE:NAME. `amptune init` writes a starter.
     Stock PyTorch and the AMP recipe are measured first. The same command again resumes its study: a policy that had its
     trial gets no second one. It also replaces the policy that it wrote; no other file, without --force.
     """

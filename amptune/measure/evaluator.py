@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -141,6 +142,13 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     _batches: int | None = None
     _reference: Reference | Failure | None = None
     _others: OtherPrograms = field(default_factory=OtherPrograms)
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def __post_init__(self) -> None:
+        """Makes the folder for what a script writes: its processes may be killed, and leave it behind."""
+        if self.source.is_script:
+            self._scratch = tempfile.TemporaryDirectory(prefix="amptune-scripts-", ignore_cleanup_errors=True)
+            self.source = replace(self.source, scratch=Path(self._scratch.name))
 
     def prepare(self, limit_s: float) -> Prepared:
         answer = self._worker(STOCK).call(limit_s, worker.prepare)
@@ -252,6 +260,8 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
         stop_all([*self._workers.values(), *self._built])
         self._workers.clear()
         self._built.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     def _with_room(self, policy: Policy, limit_s: float, ask: Callable[[float], T | Failure]) -> T | Failure:
         """Asks for an answer within `limit_s`, and if memory was short again with no other worker running, in the rest.

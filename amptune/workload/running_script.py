@@ -6,8 +6,6 @@ iterations, and goes on for one when the bench asks for a step. So nothing of it
 
 from __future__ import annotations
 
-import runpy
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
-from amptune.changes.flags import fp32_math_now, set_fp32_math
+from amptune.changes.flags import fp32_math_now, take_defaults
 from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import ScriptEndedError, TargetError
 from amptune.policy.settings import Policy
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
+from amptune.runtime.script.main_script import run_as_main
 from amptune.runtime.script.optimizer_snapshot import OptimizerSnapshot
 from amptune.runtime.script.scaling import Scaling
 from amptune.runtime.script.script_training import (
@@ -52,9 +51,12 @@ MOST_KEPT = 8
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def workload_of_script(path: Path, arguments: Sequence[str]) -> Workload:
-    """Starts a script and returns the workload that its training is. Raises `TargetError` or `UserCodeError`."""
-    return RunningScript(path, arguments).workload()
+def workload_of_script(path: Path, arguments: Sequence[str], scratch: Path | None = None) -> Workload:
+    """Starts a script and returns the workload that its training is. Raises `TargetError` or `UserCodeError`.
+
+    What it writes goes to a folder within `scratch`.
+    """
+    return RunningScript(path, arguments, scratch).workload()
 
 
 class RunningScript(Listener):
@@ -63,11 +65,12 @@ class RunningScript(Listener):
     `is_over` is True once it has ended: its process is of no more use then.
     """
 
-    def __init__(self, path: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, path: Path, arguments: Sequence[str], scratch: Path | None = None) -> None:
         self.is_over = False
         self._path, self._arguments = path, [*arguments]
         self._main, self._script = getcurrent(), greenlet(self._run)
-        self._hooks, self._files = ScriptHooks(self), UntouchedFiles(self.is_script)
+        self._hooks, self._files = ScriptHooks(self), UntouchedFiles(self._is_users, scratch)
+        self._is_drawing = False
         self._training: ScriptTraining | None = None
         self._own = Policy()  # what the script sets by itself
         # of the iteration that runs now, and those before
@@ -98,16 +101,9 @@ class RunningScript(Listener):
             raise TargetError(f"{self._path.name} ended before it had trained for a few steps alike: {self._seen()}")
         self._hooks.watch_no_modules()
         self._keep_more(training)
-        # PyTorch's defaults, and the policy decides
-        is_fused = all(group.get("fused") for one in training.optimizers for group in one.param_groups)
-        self._own = replace(
-            self._own,
-            fp32_math=fp32_math_now(),
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
-            fused_optimizer=is_fused,
-        )
-        set_fp32_math("stock")
-        torch.backends.cudnn.benchmark = False
+        benchmark = torch.backends.cudnn.benchmark
+        self._own = replace(self._own, fp32_math=fp32_math_now(), cudnn_benchmark=benchmark)
+        take_defaults()
         self._optimizers = [(one, OptimizerSnapshot(one)) for one in training.optimizers]
         self._model = training.model
         self._device = next(self._model.parameters()).device
@@ -202,11 +198,14 @@ class RunningScript(Listener):
             yield Iteration(batches=[(loader, self._drawn(loader)) for loader in pattern])
 
     def _drawn(self, loader: int) -> Any:
+        self._is_drawing = True
         try:
             return self._iterators[loader].draw()
         except StopIteration:
             self._iterators[loader] = LedIterator(self._loaders[loader], iter(self._loaders[loader]), self)
             return self._iterators[loader].draw()
+        finally:
+            self._is_drawing = False
 
     def _keep_more(self, training: ScriptTraining) -> None:
         """Keeps iterations of further batches, beside those that the script has trained on."""
@@ -221,10 +220,8 @@ class RunningScript(Listener):
     # --- what the script does, in its greenlet --------------------------------------------------------------------
 
     def _run(self) -> None:
-        sys.argv = [str(self._path), *self._arguments]
-        sys.path.insert(0, str(self._path.parent))
         with self._files, self._in_one_process():
-            runpy.run_path(str(self._path), run_name="__main__")
+            run_as_main(self._path, self._arguments)
 
     @contextmanager
     def _in_one_process(self) -> Iterator[None]:
@@ -247,6 +244,10 @@ class RunningScript(Listener):
 
     def is_script(self) -> bool:
         return bool(getcurrent() is self._script)
+
+    def _is_users(self) -> bool:
+        """Returns True for the script's code in whatever thread, and for its dataset while the bench draws batches."""
+        return self._is_drawing or getcurrent() is not self._main
 
     def batch(self, loader: Any, own: LedIterator) -> Any:
         number = next((at for at, one in enumerate(self._loaders) if one is loader), len(self._loaders))

@@ -1,4 +1,4 @@
-"""What the text of a target's file tells before it runs: is it a script, and which libraries does it need?"""
+"""Reads the text of a target's file before it runs: whether it is a script, and which libraries it needs."""
 
 from __future__ import annotations
 

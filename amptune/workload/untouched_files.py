@@ -44,11 +44,14 @@ _MOVING = ("rename", "replace", "link", "symlink")
 
 
 class UntouchedFiles:
-    """Redirects what code writes while `is_script` is true of it; it deletes and renames redirected files alone."""
+    """Redirects what code writes while `is_users` is true of it; it deletes and renames redirected files alone.
 
-    def __init__(self, is_script: Callable[[], bool]) -> None:
-        self._is_script = is_script
-        self._folder = Path(tempfile.mkdtemp(prefix="amptune-script-")).resolve()
+    What is written lies in a folder within `scratch`, by default that of the system for temporary files.
+    """
+
+    def __init__(self, is_users: Callable[[], bool], scratch: Path | None = None) -> None:
+        self._is_users = is_users
+        self._folder = Path(tempfile.mkdtemp(prefix="amptune-script-", dir=scratch)).resolve()
         own = [os.environ[name] for name in _CACHES if os.environ.get(name)]
         inductor = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         self._allowed = [Path(one).expanduser().resolve() for one in (*own, *_CACHE_FOLDERS, inductor)]
@@ -93,8 +96,8 @@ class UntouchedFiles:
         setattr(owner, name, new)
 
     def _is_led(self, path: Any) -> bool:
-        """Returns True for a path that the script itself writes to."""
-        if not self._is_script() or not isinstance(path, str | bytes | os.PathLike):
+        """Returns True for a path that is the user's, and no cache."""
+        if not self._is_users() or not isinstance(path, str | bytes | os.PathLike):
             return False
         absolute = Path(os.path.abspath(os.fsdecode(path)))
         if sys._getframe(2).f_globals.get("__name__") == "tempfile":
@@ -108,10 +111,13 @@ class UntouchedFiles:
     def _is_written(self, path: Any) -> bool:
         return os.path.lexists(self._scratch(path))
 
-    def _is_gone(self, path: Any) -> bool:
-        """Returns True for what the script has deleted, or moved, and not written again."""
+    def _was_deleted(self, path: Any) -> bool:
+        """Returns True for what the script has deleted, or moved, alone or with a folder that it is in."""
         absolute = os.path.abspath(os.fsdecode(path))
-        return not self._is_written(path) and any(f"{absolute}/".startswith(f"{one}/") for one in self._gone)
+        return any(f"{absolute}/".startswith(f"{one}/") for one in self._gone)
+
+    def _is_gone(self, path: Any) -> bool:
+        return self._was_deleted(path) and not self._is_written(path)
 
     def _place(self, path: Any) -> Any:
         """Returns where the script finds a path: what it wrote, or what is there."""
@@ -217,24 +223,25 @@ class UntouchedFiles:
 
     def _both(self, path: Any) -> list[Any]:
         """Returns the folders that the script finds in one place: what it wrote, and what is there."""
-        is_gone = any(f"{os.path.abspath(os.fsdecode(path))}/".startswith(f"{one}/") for one in self._gone)
-        theirs = [] if is_gone or not self._own_is_dir(path) else [path]
-        return [*([str(self._scratch(path))] if os.path.isdir(self._scratch(path)) else []), *theirs]
+        folders = [str(self._scratch(path)), *([] if self._was_deleted(path) else [path])]
+        return [one for one in folders if self._own_is_dir(one)]
 
     def _lister(self, own: Any) -> Any:
         def listdir(path: Any = ".") -> Any:
-            if not self._is_led(path):
-                return own(path)
-            names = dict.fromkeys(name for one in self._both(path) for name in own(one))
-            return [name for name in names if not self._is_gone(os.path.join(path, name))] or own(self._place(path))
+            folders = self._both(path) if self._is_led(path) else []
+            if not folders:
+                return own(self._place(path) if self._is_led(path) else path)
+            names = dict.fromkeys(name for one in folders for name in own(one))
+            return [name for name in names if not self._is_gone(os.path.join(path, name))]
 
         return listdir
 
     def _scanner(self, own: Any) -> Any:
         def scandir(path: Any = ".") -> Any:
-            if not self._is_led(path) or len(self._both(path)) < 2:
+            folders = self._both(path) if self._is_led(path) else []
+            if not folders:
                 return own(self._place(path) if self._is_led(path) else path)
-            entries = {entry.name: entry for one in reversed(self._both(path)) for entry in own(one)}
+            entries = {entry.name: entry for one in reversed(folders) for entry in own(one)}
             found = [one for name, one in entries.items() if not self._is_gone(os.path.join(path, name))]
             return _Entries(found)
 
@@ -242,13 +249,13 @@ class UntouchedFiles:
 
 
 class _Entries(list[Any]):
-    """Entries of a folder, which may be used as `os.scandir` is."""
+    """Entries of a folder, to be used as what `os.scandir` returns."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Has nothing to close."""
+        """Closes nothing, as all were read."""
 
     def close(self) -> None:
-        """As above."""
+        """Closes nothing."""

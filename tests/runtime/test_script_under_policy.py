@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from amptune.errors import PolicyApplyError
-from amptune.policy.settings import Policy
-from amptune.runtime.script.scaling import ArrivingScaler
+from amptune.policy.settings import LossScale, Policy
+from amptune.runtime.script.scaling import ArrivingScaler, Scaling
 from amptune.runtime.script.under_policy import ScriptUnderPolicy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,8 @@ def test_what_does_not_fit_is_told_and_nothing_is_trained(tmp_path: Path) -> Non
 
 def test_arriving_gradients_have_their_values_and_a_step_that_overflows_is_left_out() -> None:
     weight = nn.Parameter(torch.ones(3))
-    scaler, optimizer = ArrivingScaler([weight], scale=4.0, growth_interval=2), torch.optim.SGD([weight], lr=1.0)
+    scaler = ArrivingScaler([weight], LossScale(init=4.0, growth_interval=2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
     optimizer.register_step_pre_hook(lambda one, *_: scaler.before_step(one))
     for factor, left, scale in ((0.5, 0.5, 4.0), (float("inf"), 0.5, 2.0), (0.25, 0.25, 2.0), (0.25, 0.0, 4.0)):
         ((factor * weight).sum() * scaler.scale).backward()  # type: ignore[no-untyped-call]
@@ -126,7 +127,6 @@ def test_arriving_gradients_have_their_values_and_a_step_that_overflows_is_left_
         optimizer.zero_grad()
         torch.testing.assert_close(weight.detach(), torch.full((3,), left))
         assert scaler.scale == scale
-    assert scaler.skipped == 1
     scaler.remove()
     weight.sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(weight.grad, torch.ones(3))
@@ -135,3 +135,27 @@ def test_arriving_gradients_have_their_values_and_a_step_that_overflows_is_left_
 def test_half_weights_are_refused_before_the_script_runs() -> None:
     with pytest.raises(PolicyApplyError, match=r"write amptune.apply\(…\) into it"):
         ScriptUnderPolicy(Policy(weights="half"), print)
+
+
+def test_a_scaler_of_the_script_that_shows_late_takes_the_place_of_amptune_s() -> None:
+    """A policy is applied before DistributedDataParallel is built, and before the loop has scaled anything."""
+    weight, scaling = nn.Parameter(torch.ones(3)), Scaling()
+    scaling.begin(Policy(autocast="fp16"), [weight])
+    scaling.of_script = torch.amp.GradScaler("cpu", enabled=False)
+    scaling.begin(Policy(autocast="fp16"), [weight])
+    scaling.of_script.scale(scaling.scaled(weight.sum())).backward()
+    assert scaling.of_script.is_enabled()
+    torch.testing.assert_close(weight.grad, torch.full((3,), 65536.0))
+    scaling.end()
+    assert not scaling.of_script.is_enabled()
+
+
+def test_a_second_model_is_told_to_run_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(HEAD.format("bf16"))
+    gan = ROOT / "tests" / "workload" / "scripts" / "gan.py"
+    done = run("-m", "amptune", "run", "policy.yaml", str(gan), folder=tmp_path)
+    assert done.returncode == 0
+    assert [line for line in done.stderr.splitlines() if line.startswith("amptune: ")] == [
+        "amptune: bf16 around Linear",
+        "amptune: another Linear runs as it is: the policy is for one model",
+    ]

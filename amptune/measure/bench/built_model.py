@@ -7,6 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from amptune.errors import TargetError
 from amptune.measure.bench.drawn_batches import seed_everything
+from amptune.measure.bench.plain_attributes import PlainAttributes
 from amptune.workload.copied_model import plain_model
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
@@ -49,8 +50,10 @@ def _set_modes(model: torch.nn.Module) -> None:
 
 
 def _initialise_lazy(model: torch.nn.Module, workload: Workload) -> None:
-    """Runs one forward pass, which gives lazy modules their shapes."""
+    """Runs one forward pass, which gives lazy modules their shapes, and leaves plain attributes as they were."""
     if workload.loss is None:
         raise TargetError(f"{workload.name}: its lazy modules have no shapes yet; run one forward pass in model()")
+    attributes = PlainAttributes(model)
     with torch.no_grad(), user_code("the first forward pass, for lazy modules"):
         workload.loss(model, workload.batch(workload.batch_size))
+    attributes.put_back()

@@ -86,7 +86,6 @@ def inspect_model(bench: Bench, source_digest: str) -> Subject:
         own_loop=bench.workload.own_loop,
         as_is=bench.workload.as_is,
         summary=bench.workload.summary,
-        in_place=bench.workload.in_place,
         accumulate=bench.workload.accumulate,
         repeated_leaves=repeated_leaves(bench.model),
         blocks=tuple(path for path, block in repeated.items() if obstacle(block, "recomputed") is None),

@@ -50,8 +50,8 @@ class Subject:
     `convolution_dims` are the numbers of spatial dimensions of its convolutions. `root_types` are the names of the
     model's class and base classes. `tolerance` is the allowed distance of `evaluate` from its value in FP32. `fusable`
     tells if the optimizer has a fused kernel not used yet, `own_step` if the workload defines its own step, `own_loop`
-    if training can call `tuned.training_step`. `as_is` is what it sets today, `summary` what is trained, in a line; a
-    model that trains `in_place` is a running script's own, whose weights stay what they are.
+    if training can call `tuned.training_step`. `as_is` is what it sets today, `summary` of a running script what it
+    trains, in a line.
     `accumulate` is the number of batches for one optimizer step in training today. `repeated_leaves` counts the
     leaves of blocks that equal another, which a compiler of blocks need not compile again; `blocks` are the paths of
     such blocks, in order, that can compute their activations again. `wide_linears` are the paths of the Linears for
@@ -75,13 +75,17 @@ class Subject:
     own_loop: bool = True
     as_is: Policy | None = None
     summary: str | None = None
-    in_place: bool = False
     accumulate: int = 1
     repeated_leaves: int = 0
     blocks: tuple[str, ...] = ()
     wide_linears: tuple[str, ...] = ()
     threads: int = 0
     castable: bool = True
+
+    @property
+    def in_place(self) -> bool:
+        """True for a running script: its model and optimizer stay its own."""
+        return self.summary is not None
 
     @property
     def noticed(self) -> tuple[Finding, ...]:

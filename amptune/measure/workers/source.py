@@ -18,7 +18,7 @@ class Source:
     """The source of a worker's workload: a target's text; or a `Workload`, or a function that returns one, as bytes.
 
     `batch_size` replaces the workload's own batch size; `arguments` are what the target's script finds in `sys.argv`.
-    A target that `is_script` is run, and its loop is the workload.
+    A target that `is_script` is run, and its loop is the workload; what it writes goes to the folder `scratch`.
     """
 
     target: str | None = None
@@ -26,6 +26,7 @@ class Source:
     pickled: bytes | None = None
     batch_size: int | None = None
     is_script: bool = False
+    scratch: Path | None = None
 
 
 def workload_of(source: Source) -> Workload:
@@ -43,7 +44,7 @@ def _built(source: Source) -> Workload:
     if source.is_script and source.target is not None:
         from amptune.workload.running_script import workload_of_script
 
-        return workload_of_script(Path(source.target), source.arguments)
+        return workload_of_script(Path(source.target), source.arguments, source.scratch)
     if source.target is not None:
         from amptune.workload.targets import load_workload, parse_target
 

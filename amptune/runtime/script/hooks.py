@@ -28,7 +28,7 @@ _WRAPPER_NAMES = ("_FabricModule",)  # which casts inputs, and enters autocast
 
 
 class Listener(Protocol):
-    """What is told of a script, and decides for it."""
+    """An object that is told of a script's training, and decides for it."""
 
     def is_script(self) -> bool:
         """Returns True if the code that runs now is the script's."""
@@ -100,15 +100,15 @@ class ScriptHooks:
         self._watch = WayBack()
         self._depth = threading.local()
         with self._back:
-            self._replace(DataLoader, "__iter__", self._loader)
-            self._replace(torch.Tensor, "backward", self._backward)
-            self._replace(torch.amp.GradScaler, "scale", self._scale)
-            self._replace(torch.amp.GradScaler, "step", self._scaler_step)
-            self._replace(torch.amp.autocast, "__enter__", self._enter)
-            self._replace(torch.amp.autocast, "__exit__", self._exit)
-            self._replace(torch, "compile", self._compile)
-            self._replace(nn.Module, "compile", self._compile_in_place)
-            self._replace(LRScheduler, "step", self._schedule)
+            self.replace(DataLoader, "__iter__", self._loader)
+            self.replace(torch.Tensor, "backward", self._backward)
+            self.replace(torch.amp.GradScaler, "scale", self._scale)
+            self.replace(torch.amp.GradScaler, "step", self._scaler_step)
+            self.replace(torch.amp.autocast, "__enter__", self._enter)
+            self.replace(torch.amp.autocast, "__exit__", self._exit)
+            self.replace(torch, "compile", self._compile)
+            self.replace(nn.Module, "compile", self._compile_in_place)
+            self.replace(LRScheduler, "step", self._schedule)
             hook = register_optimizer_step_post_hook(lambda optimizer, *_: self._updated(optimizer))
             self._back.add(hook.remove)
 
@@ -128,7 +128,8 @@ class ScriptHooks:
         """Ends that; nothing of it stays in what is timed or compiled."""
         self._watch.go()
 
-    def _replace(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    def replace(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Replaces an attribute by `wrapper` of it, until `undo`."""
         own, is_own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, wrapper(own))
         self._back.add(*((setattr, owner, name, own) if is_own else (delattr, owner, name)))

@@ -60,6 +60,9 @@ class InPlace:
 
     def _wrap(self, module: nn.Module, before: tuple[int, ...]) -> None:
         own = vars(module).get("forward")
+        # which has put autocast of its own around the class's
+        original = getattr(vars(module).get("_original_forward"), "__func__", None)
+        is_accelerates = original is type(module).forward
 
         def put_back() -> None:
             vars(module).pop("forward", None)
@@ -70,7 +73,7 @@ class InPlace:
             if self._begins():
                 return module.forward(*args, **kwargs)
             put_back()  # the model is called within, and is to run itself
-            if _is_of_class(vars(module).get("_original_forward"), module):  # what Accelerate put autocast around
+            if is_accelerates:
                 vars(module).pop("forward", None)
             try:
                 return self._called(*before, *args, **kwargs)
@@ -79,7 +82,7 @@ class InPlace:
                     raise
                 failure = error.with_traceback(None)
             finally:
-                vars(module).setdefault("forward", forward) if own is None else vars(module).update(forward=forward)
+                vars(module)["forward"] = forward
             self._broken(failure)
             return module.forward(*args, **kwargs)  # under the policy that is in place by now
 
@@ -95,10 +98,6 @@ class InPlace:
             with nullcontext() if tuned.policy.compile == "off" else autocast_as_it_is():
                 returned = tuned.model(*args, **kwargs)
         return returned if tuned.policy.autocast == "off" else map_tensors(_in_fp32, returned)
-
-
-def _is_of_class(forward: Any, module: nn.Module) -> bool:
-    return getattr(forward, "__func__", None) is type(module).forward
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:

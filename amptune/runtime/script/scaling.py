@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from amptune.policy.settings import LossScale
 from amptune.runtime.way_back import WayBack
 
 if TYPE_CHECKING:
@@ -21,12 +22,12 @@ class ArrivingScaler:
     """A loss scaler for a loop without one: each gradient is divided by the scale as it arrives.
 
     So clipping, and whatever reads gradients, sees their values. A step with values that are not finite is left out and
-    the scale halved; it is doubled after so many good steps in a row (defaults of torch.amp.GradScaler).
+    the scale halved; it is doubled after `growth_interval` good steps in a row.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], scale: float = 65536.0, growth_interval: int = 2000) -> None:
-        self.scale, self.skipped = scale, 0
-        self._growth_interval, self._good = growth_interval, 0
+    def __init__(self, parameters: Sequence[torch.Tensor], scaling: LossScale) -> None:
+        self.scale = scaling.init
+        self._growth_interval, self._good = scaling.growth_interval, 0
         trained = [one for one in parameters if one.requires_grad]
         self._ids = set(map(id, trained))
         self._hooks = [one.register_hook(self._divided) for one in trained]  # type: ignore[no-untyped-call]
@@ -52,7 +53,7 @@ class ArrivingScaler:
             return
         for one in own:
             one.grad = None
-        self.scale, self._good, self.skipped = self.scale / 2, 0, self.skipped + 1
+        self.scale, self._good = self.scale / 2, 0
 
 
 class Scaling:
@@ -67,17 +68,17 @@ class Scaling:
         self._back = WayBack()
 
     def begin(self, policy: Policy, parameters: Sequence[torch.Tensor]) -> None:
-        """Scales as the policy says, until `end`."""
-        scales = policy.autocast == "fp16"
-        given = policy.loss_scale
-        initial, growth = (given.init, given.growth_interval) if given is not None else (65536.0, 2000)
+        """Scales as the policy says, until `end`, and no more as one before did."""
+        self.end()
+        scales, scaling = policy.autocast == "fp16", policy.loss_scale or LossScale()
         scaler = self.of_script
         if scaler is not None:
             self._back.add(_put_back, scaler, dict(vars(scaler)))
             begin = torch.amp.GradScaler.__init__
-            begin(scaler, scaler._device, init_scale=initial, growth_interval=growth, enabled=scales)
+            options = {"init_scale": scaling.init, "growth_interval": scaling.growth_interval}
+            begin(scaler, scaler._device, **options, enabled=scales)  # type: ignore[arg-type]
         elif scales:
-            self._arriving = arriving = ArrivingScaler(parameters, initial, growth)
+            self._arriving = arriving = ArrivingScaler(parameters, scaling)
             self._back.add(arriving.remove)
             hook = register_optimizer_step_pre_hook(lambda optimizer, *_: arriving.before_step(optimizer))
             self._back.add(hook.remove)

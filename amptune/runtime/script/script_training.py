@@ -1,4 +1,4 @@
-"""What a script trains, as its first iterations show: modules, optimizers, loaders, passes, precision of its own."""
+"""The training of a script, as its first iterations show it: modules, optimizers, loaders, passes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import runpy
 import signal
 import sys
 from dataclasses import replace
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from amptune.changes.flags import set_fp32_math
+from amptune.changes.flags import take_defaults
 from amptune.errors import AmptuneError, HardwareMismatchError, PolicyApplyError
 from amptune.policy.settings import Policy
 from amptune.runtime.apply_policy import apply
@@ -22,6 +21,7 @@ from amptune.runtime.optimizer import lay_out_state
 from amptune.runtime.policy_argument import read_policy
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
+from amptune.runtime.script.main_script import run_as_main
 from amptune.runtime.script.scaling import Scaling
 from amptune.runtime.script.script_training import Iteration, ScriptTraining
 
@@ -54,18 +54,22 @@ class ScriptUnderPolicy(Listener):
         self._scaling = Scaling()
         self._served: set[torch.optim.Optimizer] = set()
         self._called: Sequence[nn.Module] = ()
-        self._others: set[nn.Module] = set()
         self._hooks = ScriptHooks(self)
         self._hooks.watch_modules()
-        own = DistributedDataParallel.__init__
+        self._hooks.replace(DistributedDataParallel, "__init__", self._before_ddp)
 
-        def wrapped(ddp: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def _before_ddp(self, own: Any) -> Any:
+        """Applies the policy to a model before DistributedDataParallel lays its gradients out."""
+
+        def __init__(ddp: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # it is that
+            self._now.modules[module] += 1
             if self._tuned is None:
                 self._apply([module])
+            else:
+                self._tell_of_others()
             own(ddp, module, *args, **kwargs)
 
-        vars_of: Any = DistributedDataParallel
-        vars_of.__init__ = wrapped  # before it lays gradients out
+        return __init__
 
     @property
     def is_applied(self) -> bool:
@@ -80,14 +84,9 @@ class ScriptUnderPolicy(Listener):
     def called(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         if not any(one.requires_grad for one in module.parameters()):
             return
-        if self._tuned is None and self._now.optimizers:
+        self._now.modules[module] += 1
+        if self._now.optimizers:
             self._apply(ScriptTraining.of(self._now, ()).called)
-        if self._tuned is None:
-            self._now.modules[module] += 1
-            return
-        self._hooks.watch_no_modules()
-        if module not in self._called:
-            self._tell(f"{type(module).__name__} trains as it is: the policy is for {self._names}")
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         run(self._scaling.scaled(loss))
@@ -116,16 +115,11 @@ class ScriptUnderPolicy(Listener):
     def schedules(self) -> bool:
         return True
 
-    @property
-    def _names(self) -> str:
-        return " and ".join(dict.fromkeys(type(one).__name__ for one in self._called))
-
     def _apply(self, called: Sequence[nn.Module]) -> None:
         self._called = called
         self._is_applying = True
         try:
-            set_fp32_math("stock")
-            torch.backends.cudnn.benchmark = False
+            take_defaults()
             model = ScriptTraining(called=called, optimizers=(), iteration=self._now, loaders=()).model
             self._tuned = apply(self._policy, model, guard=False)
             InPlace(self._tuned, called)
@@ -134,8 +128,16 @@ class ScriptUnderPolicy(Listener):
                 self._serve(optimizer)
         finally:
             self._is_applying = False
+        self._hooks.watch_no_modules()
+        names = " and ".join(dict.fromkeys(type(one).__name__ for one in called))
         own = f", in place of its own {' and '.join(self._replaced)}" if self._replaced else ""
-        self._tell(f"{replace(self._settings, batch_size=None)} around {self._names}{own}")
+        self._tell(f"{replace(self._settings, batch_size=None)} around {names}{own}")
+        self._tell_of_others()
+
+    def _tell_of_others(self) -> None:
+        for module in self._now.modules.keys() - self._called:
+            self._called = [*self._called, module]  # told once
+            self._tell(f"another {type(module).__name__} runs as it is: the policy is for one model")
 
     def _serve(self, optimizer: torch.optim.Optimizer) -> None:
         self._served.add(optimizer)
@@ -149,10 +151,8 @@ def run_script(policy: str, path: Path, arguments: Sequence[str], tell: Callable
     if not path.is_file():
         raise PolicyApplyError(f"there is no script {path} (looked in {Path.cwd()})")
     listener = ScriptUnderPolicy(read_policy(policy), tell)
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.resolve().parent))
     try:
-        runpy.run_path(str(path), run_name="__main__")
+        run_as_main(path, arguments)
     finally:
         if not listener.is_applied:
             tell(f"{path.name} made no step with a module and an optimizer: the policy was not applied")

@@ -47,7 +47,7 @@ class Wanted:
 
     baseline: Policy | None = None
     space: str | Path | None = None
-    pins: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, str]
     batch_size: int | Literal["auto"] | None = None
     global_batch: GlobalBatch | None = None
     compile: bool | None = None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from alike import trained_alike
 from benches import CPU, QUICK, Growing, Remembering, measured, workload_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -65,6 +65,7 @@ GLANCE = Effort(warmup_s=0.0, measure_s=0.0, min_steps=1)
     st.sampled_from(OPTIMIZERS),
     st.sampled_from(POLICIES),
 )
+@example(["attributes", "lazy"], OPTIMIZERS[0], STOCK)  # whose shapes come from a forward pass, which remembers
 @settings(max_examples=10)
 def test_a_trial_leaves_the_model_bit_for_bit_as_it_was_and_the_next_trains_alike(
     pieces: list[str], optimizer: Callable[..., torch.optim.Optimizer], policy: Policy
