@@ -16,6 +16,7 @@ import torch
 from simulated.clock import SimulatedClock
 
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
+from amptune.measure.results.loop_timing import LoaderTrial
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
@@ -96,6 +97,9 @@ class InThisProcess:
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:  # noqa: ARG002
         return self._logged(lambda: worker.profile(policy))
+
+    def try_loaders(self, policy: Policy, seconds: float) -> tuple[LoaderTrial, ...] | Failure:  # noqa: ARG002
+        return ()
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         self.clock.advance(TRIAL_S)

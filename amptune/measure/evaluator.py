@@ -14,6 +14,7 @@ from amptune.errors import NothingFeasibleError
 from amptune.hardware.cuda_driver import gpu_count
 from amptune.measure.bench.stillness import ProcessIdentity
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
+from amptune.measure.results.loop_timing import LoaderTrial
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Prepared
@@ -103,6 +104,10 @@ class Evaluator(Protocol):
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
         """Profiles a step while no other worker runs on the device."""
+        ...
+
+    def try_loaders(self, policy: Policy, seconds: float) -> tuple[LoaderTrial, ...] | Failure:
+        """Times steps of the user's loop with other settings of its DataLoader, for about so many seconds."""
         ...
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
@@ -243,6 +248,10 @@ class WorkerEvaluator(AbstractContextManager["WorkerEvaluator"]):
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:
         self._stop_others(policy)
         return self._worker(policy).call(limit_s, worker.profile, policy)
+
+    def try_loaders(self, policy: Policy, seconds: float) -> tuple[LoaderTrial, ...] | Failure:
+        limit_s = seconds + START_LIMIT_S  # it ends by itself, but for what starting processes takes
+        return self._worker(policy).call(limit_s, worker.try_loaders, policy, seconds)
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
         limit_s = seconds + START_LIMIT_S  # training ends by itself; evaluating may take a while longer

@@ -16,6 +16,7 @@ __all__ = [
     "ordered_as",
     "process_of",
     "rounding_of",
+    "whole_step_of",
 ]
 
 
@@ -54,6 +55,12 @@ def graph_of(policy: Policy) -> Policy:
 def process_of(policy: Policy) -> tuple[bool, ...]:
     """Returns the kind of process that a policy needs; policies of one kind can be measured in one."""
     return tuple(knob.departs(policy) for knob in KNOBS if knob.process)
+
+
+@cache
+def whole_step_of(policy: Policy) -> Policy | None:
+    """Returns the policy that records whole steps in place of passes; None for others."""
+    return replace(policy, cuda_graphs="step") if policy.cuda_graphs is True and policy.weights == "fp32" else None
 
 
 def _with(policy: Policy, is_kept: Callable[[Knob], bool]) -> Policy:

@@ -18,6 +18,7 @@ from amptune.policy.knobs.fp32_math import FP32_MATH, Fp32Math
 from amptune.policy.knobs.fused_optimizer import FUSED_OPTIMIZER
 from amptune.policy.knobs.half_weights import KEEP_BATCHNORM_FP32, MASTER_WEIGHTS, WEIGHTS, Weights
 from amptune.policy.knobs.knob import Knob
+from amptune.policy.knobs.loader import LOADER, Loader
 from amptune.policy.knobs.loss_scale import LOSS_SCALE, LossScale
 from amptune.policy.knobs.memory_format import MEMORY_FORMAT, MemoryFormat
 from amptune.policy.knobs.precision_rules import FP32_MODULES, HALF_MODULES, Fp32Rule, HalfRule, ModuleRule, Reason
@@ -35,6 +36,7 @@ __all__ = [
     "Fp32Math",
     "Fp32Rule",
     "HalfRule",
+    "Loader",
     "LossScale",
     "MemoryFormat",
     "ModuleRule",
@@ -65,6 +67,7 @@ KNOBS: tuple[Knob, ...] = (
     CUDA_GRAPHS,
     FUSED_OPTIMIZER,
     LOSS_SCALE,
+    LOADER,
 )
 
 
@@ -83,6 +86,7 @@ class Policy:
     and replays them, kernel for kernel; some modes of `compile` have CUDA graphs of their own. `compile: blocks`
     compiles repeated blocks one by one, equal ones once; `compile: step` the model and the loss, as one.
     `checkpoint` names modules, by path, whose activations are computed again in the backward pass.
+    `loader` is for the DataLoaders of training, and None leaves them as they are.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -105,6 +109,7 @@ class Policy:
     cuda_graphs: CudaGraphs = False
     fused_optimizer: bool = False
     loss_scale: LossScale | None = None
+    loader: Loader | None = None
 
     def __post_init__(self) -> None:
         """Raises `ValueError` with every problem, one per line, each starting with the setting's name."""

@@ -15,16 +15,18 @@ __all__ = ["answer_of"]
 def answer_of(decision: Decision, output: str, training: str | None = None) -> tuple[str, str, str]:
     """Returns what was found, how sure that is, and what to do next; `training` is the line that training needs."""
     sure = f"{decision.verdict.grounds}, {counted(len(decision.trials), 'trial')}, {decision.seconds:.0f} s"
-    return decision.verdict.sentence, sure, _next(decision, output, training or f'amptune.apply("{output}", model)')
+    found = "; ".join([decision.verdict.sentence, *([] if decision.loader is None else [str(decision.loader)])])
+    return found, sure, _next(decision, output, training or f'amptune.apply("{output}", model)')
 
 
 def _next(decision: Decision, output: str, training: str) -> str:
     written = f"{'provisional policy' if decision.provisional else 'policy'} written to {output}"
     if decision.verdict.is_open:
         return f"{written}; " + (f"run {decision.again}" if decision.again else "give more time with --budget")
-    if decision.keeps_the_baseline and decision.verdict.confidence == "undecided":
+    keeps = decision.keeps_the_baseline and decision.loader is None
+    if keeps and decision.verdict.confidence == "undecided":
         return f"{written}; run again to search on"
-    if decision.keeps_the_baseline:
+    if keeps:
         return f"{written}; " + (
             "run again to make it surer" if decision.provisional else "nothing to change in training"
         )

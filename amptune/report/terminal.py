@@ -47,7 +47,7 @@ def print_decision(
     """
     page = _Page(stream)
     found, *others = answer_of(decision, output, training)
-    page.line(found, _TITLE if decision.verdict.keeps_the_baseline else _WINNER)
+    page.line(found, _TITLE if decision.verdict.keeps_the_baseline and decision.loader is None else _WINNER)
     for line in others:
         page.line(line)
     if verbose:

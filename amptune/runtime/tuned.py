@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -279,6 +280,12 @@ class Tuned:
         if self.claim_watch is not None:
             self.claim_watch.has_measured_size = True
         return self.policy.batch_size
+
+    @property
+    def loader_options(self) -> dict[str, Any]:
+        """The policy's options of a DataLoader, as `DataLoader(dataset, batch_size, **tuned.loader_options)` takes."""
+        settings = self.policy.loader
+        return {} if settings is None else {name: value for name, value in asdict(settings).items() if value}
 
     @property
     def accumulate(self) -> int:

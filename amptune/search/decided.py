@@ -54,6 +54,7 @@ def decision_of(
         interrupted=interrupted,
         timeline=timeline,
         again=_again(state),
+        loaders=state.loaders or (),
     )
 
 

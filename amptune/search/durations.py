@@ -49,6 +49,8 @@ CURE_JUDGEMENTS = 10
 # The comparison is left this share of the time after the workload was built: with a quarter, simulated tunings of 120 s
 # lost 7.6 % in place of 4.5 %.
 COMPARISON_SHARE = 1 / 6
+# Settings of the loader are tried for so many seconds, or this share of the budget: each starts processes.
+LOADERS_S, LOADERS_SHARE = 60.0, 0.15
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,11 @@ class Durations:
         """The seconds to time the modules in one memory format, and to look for FP32 products in some steps."""
         steps_s = SENSED_STEPS * (self.state.step_ms(self.state.baseline) or 0.0) / 1000
         return SENSE_S + steps_s + MODULE_S * len(self.state.prepared.subject.leaves)
+
+    @property
+    def loaders_s(self) -> float:
+        """The seconds to try settings of the loader; 0 if that is done, or the loop does not wait for it."""
+        return min(LOADERS_S, LOADERS_SHARE * self.state.request.budget.seconds) if self.state.is_for_loaders else 0.0
 
     def turn_s(self, policy: Policy) -> float:
         """Returns the seconds of a turn of the user's loop, which has more steps than a trial."""

@@ -11,7 +11,18 @@ from amptune.policy.settings import Policy
 __all__ = ["Answer", "Job", "JobKind"]
 
 JobKind = Literal[
-    "study", "build", "batch size", "compile", "trial", "numerics", "cure", "modules", "wait", "graph", "comparison"
+    "study",
+    "build",
+    "batch size",
+    "compile",
+    "trial",
+    "numerics",
+    "cure",
+    "modules",
+    "wait",
+    "graph",
+    "comparison",
+    "loader",
 ]
 
 
@@ -21,7 +32,7 @@ class Job:
 
     A "trial" without a policy measures what the user's sampler proposes. A "comparison" is a round, in `fresh`
     processes or in those that run. "numerics" judges a policy, "graph" a compiled one with its graph; "modules" times
-    each module by itself.
+    each module by itself, "loader" tries settings of the user's DataLoader.
     """
 
     kind: JobKind
@@ -45,6 +56,8 @@ class Job:
                 return f"the largest batch under {policy}"
             case "modules", _:
                 return "the modules by themselves"
+            case "loader", [policy]:
+                return f"settings of the loader under {policy}"
             case "wait", _:
                 return "for a graph"
             case "trial", []:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 
 from amptune.measure.results.outcome import Failure, Measurement
-from amptune.policy.setting_effects import ordered_as
+from amptune.policy.setting_effects import ordered_as, whole_step_of
 from amptune.policy.settings import Policy
 from amptune.search.durations import Durations
 from amptune.search.gate.judgement import is_own_fault
@@ -201,7 +200,8 @@ def _wait(state: State, at: Durations) -> Job | None:
 
 def _round(state: State, at: Durations) -> Job | None:
     """The round of the comparison that tells most; its leader is judged before."""
-    is_over = state.rounds.is_over or state.left_s < MOMENT_S or _has_failed(state)
+    left_s = state.left_s - at.loaders_s
+    is_over = state.rounds.is_over or left_s < MOMENT_S or _has_failed(state)
     verdict = None if is_over else state.verdict
     if verdict is None:
         return None
@@ -215,7 +215,7 @@ def _round(state: State, at: Durations) -> Job | None:
         beside=[one.policy for one in recipes][:1],
         running=state.running,
         seconds=at.round_s,
-        left_s=state.left_s,
+        left_s=left_s,
     )
     if chosen is None:
         return None
@@ -223,7 +223,15 @@ def _round(state: State, at: Durations) -> Job | None:
     alone = not chosen.fresh or (state.block_deviation > NOISY and verdict.confidence != "confirmed")
     policies = chosen.policies[:2] if alone else chosen.policies
     seconds = at.round_s(policies, chosen.fresh)
-    return Job(kind="comparison", policies=policies, seconds=seconds, limit_s=state.left_s, fresh=chosen.fresh)
+    return Job(kind="comparison", policies=policies, seconds=seconds, limit_s=left_s, fresh=chosen.fresh)
+
+
+def _loader(state: State, at: Durations) -> Job | None:
+    """Settings of the loader under the winner, if the loop waits for it: no faster step wins that time back."""
+    seconds = min(at.loaders_s, state.left_s)
+    if state.verdict is None or seconds <= at.loaders_s / 2:  # what is set aside was spent
+        return None
+    return Job(kind="loader", policies=(state.verdict.winner.policy,), seconds=seconds, limit_s=seconds)
 
 
 def _winner(state: State, at: Durations) -> Job | None:
@@ -257,6 +265,7 @@ PHASES: tuple[Callable[[State, Durations], Job | None], ...] = (
     _plain_loop,
     _wait,
     _round,
+    _loader,
     _winner,
 )
 
@@ -357,12 +366,6 @@ def _proposal(state: State, at: Durations, *, compiled: bool) -> Proposal | None
     found = proposals(state.history, besides, state.request.seed, seconds=at.trial_s, running=running)
     best = state.scores.get(state.leader)
     return None if found is None or (best is not None and found.optimistic < math.log(best)) else found
-
-
-@cache
-def whole_step_of(policy: Policy) -> Policy | None:
-    """Returns the policy that records whole steps in place of passes; None for others."""
-    return replace(policy, cuda_graphs="step") if policy.cuda_graphs is True and policy.weights == "fp32" else None
 
 
 def _is_behind(policy: Policy, state: State) -> bool:

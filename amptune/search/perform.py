@@ -63,6 +63,7 @@ class Performer:
             "wait": self._wait,
             "graph": self._judge,
             "comparison": self._round,
+            "loader": self._try_loaders,
         }
         return self.seen(by_kind[job.kind](job, state))
 
@@ -267,6 +268,13 @@ class Performer:
                 is_over=not is_whole,
             )
         )
+
+    def _try_loaders(self, job: Job, state: State) -> State:
+        found = self.evaluator.try_loaders(job.policies[0], job.limit_s)
+        if isinstance(found, Failure):
+            self.findings += (Finding(code="loader-not-tried", message=f"settings of the loader: {found}"),)
+            found = ()
+        return state.but(loaders=found)
 
     def _measurer(self, state: State) -> RoundMeasurer:
         if self._rounds is None:

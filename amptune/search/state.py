@@ -11,6 +11,7 @@ from typing import Any
 
 from amptune.measure.bench.readings import HOST_LOAD
 from amptune.measure.results.half_effects import Sensitivity
+from amptune.measure.results.loop_timing import LoaderTrial
 from amptune.measure.results.outcome import Failure, Measurement
 from amptune.measure.results.subject import Prepared
 from amptune.policy.settings import Fp32Rule, Policy
@@ -70,8 +71,9 @@ class State:
     `sensed` has the times of modules by memory format and dtypes, `sizes` the batch sizes that were found, None if that
     is to be done. `safeguards` are the rules that each precision needs, None if none were found to help; `uncured` are
     the rejected precisions for which none were looked for. Policies that were `cut` had no time, those `elsewhere` are
-    measured by other workers. `free_sampler` is False once the user's sampler has nothing new to propose. `spent_s` and
-    `built_s` count from the start of the run.
+    measured by other workers. `loaders` has the settings of the loader that were tried, None before that.
+    `free_sampler` is False once the user's sampler has nothing new to propose. `spent_s` and `built_s` count from the
+    start of the run.
     """
 
     request: TuningRequest
@@ -87,6 +89,7 @@ class State:
     uncured: frozenset[str] = frozenset()
     graphs: Graphs = Graphs()
     rounds: Rounds = Rounds()
+    loaders: tuple[LoaderTrial, ...] | None = None
     cut: frozenset[Policy] = frozenset()
     elsewhere: frozenset[Policy] = frozenset()
     free_sampler: bool = True
@@ -148,6 +151,12 @@ class State:
             return None
         machine = machine_of(self.prepared.hardware.device)
         return verdict_of(self.table, self.baseline, machine, self.request.objective, self.bar)
+
+    @property
+    def is_for_loaders(self) -> bool:
+        """True if settings of the loader are to be tried, since the user's loop waits for it."""
+        waits = self.loaders is None and self.prepared.has_data_loader and self.prepared.devices == 1
+        return waits and self.verdict is not None and self.verdict.waits_for_data
 
     @cached_property
     def block_deviation(self) -> float:

@@ -34,6 +34,7 @@ from amptune.runtime.script.script_training import (
     copy_of_batch,
     several_models,
 )
+from amptune.workload.fresh_iterations import FreshIterations
 from amptune.workload.loader_batches import LARGE_BYTES
 from amptune.workload.untouched_files import UntouchedFiles
 from amptune.workload.user_errors import user_script
@@ -46,6 +47,8 @@ __all__ = ["RunningScript", "workload_of_script"]
 
 # A script that has not shown what it trains after so many updates, or so many seconds, is none that can be tuned.
 MOST_UPDATES, MOST_S = 64, 600.0
+# Nor is one whose optimizer makes no step in so many backward passes, more than any accumulates.
+MOST_PASSES = 512
 # So many iterations are kept, of at most `LARGE_BYTES`, and given again to each policy.
 MOST_KEPT = 8
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -82,6 +85,7 @@ class RunningScript(Listener):
         self._stepped: set[torch.optim.Optimizer] = set()
         self._is_broken = False
         self._spared = self._steps = 0
+        self._scales = False
         self._writes_to_batches = False
         self._began_s = time.monotonic()
         # the policy that is in place
@@ -191,19 +195,16 @@ class RunningScript(Listener):
         found = [one for one, _ in self._optimizers]
         return found[0] if len(found) == 1 else found
 
-    def _fresh(self, _: int) -> Iterator[Iteration]:
-        """Yields iterations of new batches from the script's own loaders, without end."""
+    def _fresh(self, _: int) -> FreshIterations:
+        """Returns iterations of new batches from the script's own loaders, without end."""
         pattern = [loader for loader, _ in self._past[-1].batches]
-        while True:
-            yield Iteration(batches=[(loader, self._drawn(loader)) for loader in pattern])
+        return FreshIterations(pattern, self._loaders, self._iterators, self._drawing)
 
-    def _drawn(self, loader: int) -> Any:
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
         self._is_drawing = True
         try:
-            return self._iterators[loader].draw()
-        except StopIteration:
-            self._iterators[loader] = LedIterator(self._loaders[loader], iter(self._loaders[loader]), self)
-            return self._iterators[loader].draw()
+            yield
         finally:
             self._is_drawing = False
 
@@ -213,7 +214,7 @@ class RunningScript(Listener):
         seen = [one for one in self._past[-AGREEING:] if one.batches and not one.was_written_to]
         self._kept = seen if seen or training.loaders else [Iteration()]
         if training.loaders:
-            fresh = self._fresh(0)
+            fresh = iter(self._fresh(0))
             while len(self._kept) < MOST_KEPT and _bytes_of(self._kept) < LARGE_BYTES:
                 self._kept.append(next(fresh))
 
@@ -291,6 +292,10 @@ class RunningScript(Listener):
 
     def backward(self, loss: torch.Tensor, run: Callable[[torch.Tensor], None]) -> None:
         self._now.backwards += 1
+        if self._training is None and not self._now.optimizers and self._now.backwards > MOST_PASSES:
+            raise TargetError(
+                f"no optimizer made a step in {MOST_PASSES} backward passes of {self._path.name}: {WRITE_WORKLOAD}"
+            )
         self._losses.append(loss.detach())
         try:
             run(self._scaling.scaled(loss))
@@ -319,6 +324,7 @@ class RunningScript(Listener):
     def scaler(self, scaler: Any) -> None:
         self._scaling.of_script = scaler
         if self._training is None and scaler.is_enabled():
+            self._scales = True
             self._own = replace(self._own, autocast="fp16")
 
     def leaves_out_autocast(self, dtype: torch.dtype) -> bool:
@@ -355,7 +361,7 @@ class RunningScript(Listener):
             raise TargetError(f"no two steps of {self._path.name} are alike: {WRITE_WORKLOAD}")
 
     def _summary(self, training: ScriptTraining) -> str:
-        scaler = ", a loss scaler of its own" if self._scaling.of_script is not None else ""
+        scaler = ", a loss scaler of its own" if self._scales else ""
         return f"{training}; {self._own} today{scaler}"
 
     def _seen(self) -> str:

@@ -16,7 +16,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -248,14 +248,20 @@ class UntouchedFiles:
         return scandir
 
 
-class _Entries(list[Any]):
+class _Entries(Iterator[Any]):
     """Entries of a folder, to be used as what `os.scandir` returns."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self._entries = iter(entries)
+
+    def __next__(self) -> Any:
+        return next(self._entries)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes nothing, as all were read."""
+        self.close()
 
     def close(self) -> None:
-        """Closes nothing."""
+        self._entries = iter(())

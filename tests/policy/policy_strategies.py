@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from amptune.policy.policy_file import Evidence, PolicyFile
 from amptune.policy.profile import Entry, Profile
-from amptune.policy.settings import KNOBS, Float8Rule, Fp32Rule, HalfRule, LossScale, Policy, Reason, settled
+from amptune.policy.settings import KNOBS, Float8Rule, Fp32Rule, HalfRule, Loader, LossScale, Policy, Reason, settled
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 positive = st.floats(min_value=1e-30, max_value=1e30)
@@ -36,6 +36,16 @@ loss_scales = st.one_of(
     st.builds(LossScale, init=positive, growth_interval=intervals, max=st.just(1e30)),
     st.builds(LossScale, init=positive, static=st.just(True)),
 )
+loaders = st.one_of(
+    st.builds(Loader, pin_memory=st.booleans()),
+    st.builds(
+        Loader,
+        num_workers=st.integers(1, 99),
+        pin_memory=st.booleans(),
+        persistent_workers=st.booleans(),
+        prefetch_factor=st.none() | st.integers(1, 9),
+    ),
+)
 
 
 _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
@@ -47,6 +57,7 @@ _SPECIAL: dict[str, st.SearchStrategy[Any]] = {
     "checkpoint": st.just(()) | st.lists(words, max_size=2, unique=True).map(tuple),
     "threads": st.integers(0, 64),
     "loss_scale": st.none() | loss_scales,
+    "loader": st.none() | loaders,
 }
 
 

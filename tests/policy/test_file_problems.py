@@ -88,6 +88,14 @@ def test_every_corruption_of_one_key_is_an_error_in_its_line(
         ('checkpoint: [""]', ["2:13: checkpoint: a pattern must not be empty"]),
         ("checkpoint: [a, a]", ["2:13: checkpoint: a pattern stands there twice"]),
         ("checkpoint: [a]\ncuda_graphs: step", ["3:14: cuda_graphs: a recording has no random numbers to go back"]),
+        (
+            "loader: {num_workers: 0, persistent_workers: true, prefetch_factor: 0}",
+            [
+                "2:46: loader.persistent_workers: there are none with num_workers 0",
+                "2:69: loader.prefetch_factor: 0 is not from 1 to 2147483647",
+                "2:69: loader.prefetch_factor: only worker processes prefetch, and num_workers is 0",
+            ],
+        ),
         ("loss_scale:\n\tinit: 1", ["3:1: is no YAML: found character that cannot start any token; indent"]),
     ],
 )  # fmt: skip

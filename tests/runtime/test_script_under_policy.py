@@ -49,6 +49,7 @@ for epoch in range(4):
         schedule.step()
     print(output.dtype, float(loss), optimizer.param_groups[0]["lr"], optimizer.param_groups[0].get("fused"))
 torch.save(net.state_dict(), out)
+print("workers", DataLoader(data, 16).num_workers)
 print("scale", None if scaler is None else (scaler.is_enabled(), scaler.get_scale()), __name__, __file__)
 """
 
@@ -72,6 +73,49 @@ def plainly(folder: Path, own: str = "plain", scales: str = "none") -> dict[str,
     assert run("train.py", own, scales, "plain.pt", folder=folder).returncode == 0
     weights: dict[str, torch.Tensor] = torch.load(folder / "plain.pt")
     return weights
+
+
+def test_loaders_are_built_with_the_policys_settings_and_give_the_same_batches(tmp_path: Path) -> None:
+    weights, said = trained(tmp_path, HEAD.format("off") + "loader: {num_workers: 2, persistent_workers: true}\n")
+    torch.testing.assert_close(weights, plainly(tmp_path), rtol=0, atol=0)
+    assert "workers 2" in said
+    assert "DataLoaders have 2 worker processes, kept between epochs" in said
+
+
+COPIES = """
+import copy, torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+calls = []
+hook = net.register_forward_hook(lambda *_: calls.append(1))
+for step in range(6):
+    x = torch.randn(4, 8)
+    loss = net(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+assert len(calls) == 6, calls
+hook.remove()
+average = copy.deepcopy(net)
+torch.save(net, "model.pt")
+for weight in average.parameters():
+    torch.nn.init.zeros_(weight)
+print("COPY", float(average(x).abs().max()), float(net(x).abs().max()) > 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", ["", "fused_optimizer: true\n", "fp32_modules: [{path: '0'}]\n", "compile: default\n"]
+)
+def test_a_copy_of_the_model_is_its_own_and_a_saved_one_is_plain(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COPIES)
+    (tmp_path / "policy.yaml").write_text(HEAD.format("bf16") + settings)
+    done = run("-m", "amptune", "run", "policy.yaml", "train.py", folder=tmp_path)
+    assert "COPY 0.0 True" in done.stdout, done.stderr[-2000:]
+    read = "import sys, torch; torch.load('model.pt', weights_only=False); print('amptune' in sys.modules)"
+    found = run("-c", read, folder=tmp_path).stdout.strip()
+    assert found == str("fp32_modules" in settings)  # what stays in FP32 does so in a saved model too
 
 
 @pytest.mark.parametrize("scales", ["none", "scaler"])

@@ -10,8 +10,11 @@ import pytest
 from simulated.recorded import RecordedEvaluator
 from test_pipeline import tuned_on
 
+from amptune.measure.results.loop_timing import LoaderTrial
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Measurement, Outcome
-from amptune.policy.settings import STOCK, Policy, amp_recipe
+from amptune.measure.results.subject import Prepared
+from amptune.policy.settings import STOCK, Loader, Policy, amp_recipe
+from amptune.report.answer import answer_of
 from amptune.search.measuring import RoundMeasurer
 from amptune.search.plan.budget import Budget
 from amptune.search.table.row import Row
@@ -19,6 +22,8 @@ from amptune.search.table.row import Row
 BF16, FP16 = amp_recipe("bf16"), amp_recipe("fp16")
 TRUE_MS = {STOCK: 10.0, BF16: 5.0, FP16: 5.1}
 OOM, CRASH, TIMEOUT = (Failure(kind=kind, message="gone") for kind in ("oom", "crash", "timeout"))
+OWN = LoaderTrial(settings=Loader(), step_ms=30.0, wait_share=0.5)
+FASTER = LoaderTrial(settings=Loader(num_workers=2), step_ms=10.0, wait_share=0.01)
 # What a turn in the user's loop gives in place of what was measured.
 InLoop = Callable[[Outcome], Outcome]
 
@@ -29,6 +34,16 @@ class Noting(RecordedEvaluator):
 
     in_loop: list[bool] = field(default_factory=list)
     turn: InLoop = lambda outcome: outcome
+    loader: tuple[LoaderTrial, ...] = ()
+    tried: list[Policy] = field(default_factory=list)
+
+    def prepare(self, limit_s: float) -> Prepared:
+        return replace(super().prepare(limit_s), has_data_loader=bool(self.loader))
+
+    def try_loaders(self, policy: Policy, seconds: float) -> tuple[LoaderTrial, ...]:
+        self.clock.advance(seconds)
+        self.tried.append(policy)
+        return self.loader
 
     def measure(self, policy: Policy, effort: Effort) -> Outcome:
         self.in_loop.append(effort.in_loop)
@@ -89,3 +104,25 @@ def test_a_loop_that_waits_for_its_data_is_given_up_for_steps(tmp_path: Path) ->
     assert True in machine.in_loop
     assert machine.in_loop[-1] is False
     assert not decision.keeps_the_baseline
+    assert decision.policy.loader is None
+
+
+def test_settings_of_a_loader_that_the_loop_waits_for_are_tried_for_the_winner_alone(tmp_path: Path) -> None:
+    machine = Noting("resnet50", loader=(OWN, FASTER, OWN))
+    machine.turn = lambda one: replace(one, wait_share=0.5) if isinstance(one, Measurement) else one
+    decision, _ = tuned_on(machine, tmp_path)
+    assert machine.tried == [decision.verdict.winner.policy]
+    assert decision.policy.loader == FASTER.settings
+    (finding,) = [one for one in decision.findings if one.code in ("loader", "input-bound")]
+    assert "2 worker processes" in finding.message
+    assert "10 in place of 30 ms" in answer_of(decision, "policy.yaml")[0]
+    assert decision.seconds <= 300
+
+
+def test_settings_that_are_no_better_are_told_beside_the_wait(tmp_path: Path) -> None:
+    machine = Noting("resnet50", loader=(OWN, LoaderTrial(settings=FASTER.settings, error="no shared memory")))
+    machine.turn = lambda one: replace(one, wait_share=0.5) if isinstance(one, Measurement) else one
+    decision, _ = tuned_on(machine, tmp_path)
+    assert decision.policy.loader is None
+    (finding,) = [one for one in decision.findings if one.code in ("loader", "input-bound")]
+    assert "no shared memory" in finding.message

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from amptune.measure.results.half_effects import Half, ModuleSensitivity, ModuleTrace, Reach, Sensitivity
+from amptune.measure.results.loop_timing import LoaderTrial
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Module, Prepared, Subject
@@ -470,6 +471,9 @@ class SyntheticEvaluator:
             device="cuda", steps=5, step_ms=ms, host_ms=0.9 * ms, gpu_busy_ms=2 * ms / 3, kernels=400.0,
             optimizer_ms=0.1 * ms,
         )  # fmt: skip
+
+    def try_loaders(self, policy: Policy, seconds: float) -> tuple[LoaderTrial, ...] | Failure:  # noqa: ARG002
+        return ()
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no long training was recorded")

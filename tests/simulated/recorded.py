@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from amptune.hardware.machine import Cpu, Gpu, Hardware, Software
 from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
+from amptune.measure.results.loop_timing import LoaderTrial
 from amptune.measure.results.outcome import Effort, Failure, Measurement, Outcome
 from amptune.measure.results.step_profile import StepProfile
 from amptune.measure.results.subject import Leaf, Prepared, Subject
@@ -214,6 +215,9 @@ class RecordedEvaluator:
 
     def profile(self, policy: Policy, limit_s: float) -> StepProfile | Failure:  # noqa: ARG002
         return Failure(kind="unsupported", message="no step was profiled")
+
+    def try_loaders(self, policy: Policy, seconds: float) -> tuple[LoaderTrial, ...] | Failure:  # noqa: ARG002
+        return ()
 
     def train_long(self, policy: Policy, steps: int, seed: int, seconds: float) -> LossCurve | Failure:
         """Trains as `curve` says; each run takes `takes_s`, or `seconds` if these are fewer."""

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from amptune.runtime.script.script_training import samples_in
 
 SCRIPTS = Path(__file__).with_name("scripts")
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +76,7 @@ def measured(name: str, policies: list[dict[str, Any]], folder: Path, *arguments
     ("name", "arguments", "summary", "as_is", "size"),
     [
         ("classifier", [], r"Sequential, 0.00158 M parameters, SGD, 1 pass a step, 16 samples", "stock PyTorch", 16),
-        ("gpt", [], r"GPT, .*AdamW, 2 passes a step, 8 samples; bf16, tf32", "bf16, tf32 for FP32", 8),
+        ("gpt", [], r"GPT, .*AdamW, 2 passes a step, 8 rows; bf16, tf32", "bf16, tf32 for FP32", 8),
         (
             "gpt",
             ["--dtype", "float16", "--compile"],
@@ -166,7 +169,7 @@ def test_a_script_may_take_its_batches_apart_and_write_to_them(tmp_path: Path) -
     ("name", "summary"),
     [
         ("segmentation", r"UNet, .*RMSprop, .*fp16 today, a loss scaler of its own"),
-        ("deep_q", r"^Q, .*AdamW, 1 pass a step, 32 samples; stock"),
+        ("deep_q", r"^Q, .*AdamW, 1 pass a step, 32 rows; stock"),
         ("fabric", r"^Sequential, .*2 batches a step, 32 samples; bf16 today"),
         ("lbfgs", r"^Sequential, .*LBFGS, 5 passes a step"),
         ("siamese", r"^Sequential and Linear, .*2 passes a step, 32 samples"),
@@ -238,6 +241,10 @@ REFUSED = {
         "import torch\nm = torch.nn.Linear(2, 2)\nfor _ in range(9):\n    m(torch.ones(1, 2)).sum().backward()\n",
         "no optimizer made a step",
     ),
+    "own_updates": (
+        "import torch\nm = torch.nn.Linear(2, 2)\nwhile True:\n    m(torch.ones(1, 2)).sum().backward()\n",
+        "no optimizer made a step in 512 backward passes",
+    ),
     "spawns": (
         "import torch.multiprocessing as mp\ndef train(rank):\n    ...\nmp.spawn(train, nprocs=2)\n",
         "trains in processes that it starts itself",
@@ -245,6 +252,23 @@ REFUSED = {
     "wrong": ("import torch\nraise ValueError('of the user')\n", "of the user"),
     "exits": ("import argparse\nargparse.ArgumentParser().parse_args(['--no'])\n", "unrecognized arguments"),
 }
+
+
+IMAGE = torch.ones(3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ((torch.ones(4, 3), torch.ones(4)), 4),
+        ({"x": torch.ones(4, 3)}, 4),
+        (((IMAGE, IMAGE), ({"boxes": torch.ones(7, 4)}, {"boxes": torch.ones(1, 4)})), 2),
+        ([[IMAGE], [1, 2]], 3),
+        ([1, 2], 0),
+    ],
+)
+def test_samples_of_a_batch_are_its_first_axis_or_how_many_there_are_side_by_side(batch: Any, samples: int) -> None:
+    assert samples_in(batch) == samples
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "gan"])
@@ -306,6 +330,8 @@ shutil.copy(out / "kept", out / "copied"); shutil.move(str(out / "copied"), str(
 assert os.listdir(out / "only") == [] == list(os.scandir(out / "only"))
 assert "best.pt" in os.listdir(out) and "checkpoint-1" not in os.listdir(out)
 assert {one.name for one in os.scandir(out)} == set(os.listdir(out))
+_, folders, files = next(os.walk(out))
+assert {*folders, *files} == set(os.listdir(out))
 os.remove(alone / "user"); assert os.listdir(alone) == [] == list(os.scandir(alone))
 thread = threading.Thread(target=torch.save, args=({}, out / "log.txt")); thread.start(); thread.join()
 with tempfile.TemporaryDirectory() as folder:
@@ -321,3 +347,46 @@ sys.argv = sys.argv[1:]
 with UntouchedFiles(lambda: True):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
+
+
+SLOW_LOADER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+class Slow(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        time.sleep(0.004)
+        return torch.full((8,), float(i))
+net = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+loader = DataLoader(Slow(), 8, shuffle=True)
+for epoch in range(10_000):
+    for x in loader:
+        optimizer.zero_grad()
+        net(x / 64).square().mean().backward()
+        optimizer.step()
+"""
+
+TRY = """
+import sys, torch
+from pathlib import Path
+from amptune.measure.bench.bench import Bench
+from amptune.measure.loop import loader_trials
+from amptune.measure.loop.input_checks import has_data_loader
+from amptune.policy.settings import STOCK
+from amptune.workload.running_script import workload_of_script
+loader_trials.LOADER_S = 0.3
+bench = Bench(workload_of_script(Path(sys.argv[1]), []), torch.device("cpu"))
+trials = loader_trials.try_loaders(bench, STOCK, 60.0, 2)
+print("TRIED", has_data_loader(bench), [(one.settings.num_workers, one.error) for one in trials], trials)
+print("GAIN", trials[0].step_ms / trials[1].step_ms, trials[0].wait_share)
+"""
+
+
+def test_a_scripts_loader_is_tried_with_worker_processes_in_its_own_loop(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SLOW_LOADER)
+    done = run("-c", TRY, "train.py", folder=tmp_path)
+    assert "TRIED True [(0, ''), (2, ''), " in done.stdout, done.stderr[-2000:] + done.stdout
+    gain, share = map(float, re.findall(r"GAIN (\S+) (\S+)", done.stdout)[0])
+    assert gain > 1.3
+    assert share > 0.5

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from amptune.changes.tensor_tree import map_tensors, moved_to, tensors_in
 from amptune.errors import TargetError
 from amptune.measure.bench.clocks import Stopwatch
+from amptune.policy.settings import Loader
+from amptune.runtime.script.loaders import LikeDataLoader, data_loader_in, end_workers, like
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
@@ -25,14 +27,20 @@ class Epochs(Iterator[Any]):
     """An endless iterator over the loader's batches on the host; a loader that ends is started again.
 
     A workload without a loader gets the batches that were `drawn` ahead, or new ones from its `batch`.
-    Raises `TargetError` if there is nothing to iterate over, `UserCodeError` if the user's code raises. `failed` tells
-    if it raised, or gave nothing.
+    A DataLoader gets these `settings`, if given. Raises `TargetError` if there is nothing to iterate over,
+    `UserCodeError` if the user's code raises. `failed` tells if it raised, or gave nothing.
     """
 
     def __init__(
-        self, workload: Workload, batch_size: int, device: torch.device, drawn: Sequence[Any] | None = None
+        self,
+        workload: Workload,
+        batch_size: int,
+        device: torch.device,
+        drawn: Sequence[Any] | None = None,
+        settings: Loader | None = None,
     ) -> None:
         self.failed = False
+        self._settings = settings
         self._call = f"{'batch' if workload.loader is None else 'loader'}({batch_size})"
         self._build: Callable[[], Iterable[Any]] = partial(
             _fresh_batches, workload, batch_size, pinned=device.type == "cuda"
@@ -65,14 +73,25 @@ class Epochs(Iterator[Any]):
             return next(self._iterator, _END)
 
     def _begin_epoch(self) -> None:
+        loader = self._built()
+        with user_code(self._call):
+            self._iterator = iter(loader)
+
+    def _built(self) -> Iterable[Any]:
         with user_code(self._call):
             if self._loader is None or isinstance(self._loader, Iterator):  # an iterator is spent after one pass
                 self._loader = self._build()
+                if self._settings is not None:
+                    self._loader = like(self._loader, self._settings)
         if not isinstance(self._loader, Iterable):
             kind = type(self._loader).__name__
             raise TargetError(f"{self._call} returned {kind}, not what training iterates over, such as a DataLoader")
-        with user_code(self._call):
-            self._iterator = iter(self._loader)
+        return self._loader
+
+    @property
+    def data_loader(self) -> DataLoader[Any] | None:
+        """The DataLoader that it iterates over; None for anything else."""
+        return data_loader_in(self._built())
 
     def _nothing_left(self) -> str:
         if self._given == 0:
@@ -92,11 +111,10 @@ class Epochs(Iterator[Any]):
         """Ends the loader's worker processes, even if another reference would keep them alive."""
         iterator, self._iterator = self._iterator, iter(())
         loader, self._loader = self._loader, None
-        if isinstance(loader, DataLoader):
-            shut_down = getattr(iterator, "_shutdown_workers", lambda: None)  # torch has no public way
-            shut_down()
-            if loader._iterator is iterator:
-                loader._iterator = None  # persistent workers: the next epoch would wait for the ended ones
+        if isinstance(loader, LikeDataLoader):
+            loader.close()
+        elif isinstance(loader, DataLoader):
+            end_workers(loader, iterator)
 
 
 class LoaderFeed(Iterator[Any]):
@@ -109,9 +127,10 @@ class LoaderFeed(Iterator[Any]):
         device: torch.device,
         stopwatch: Stopwatch,
         drawn: Sequence[Any],
+        settings: Loader | None = None,
     ) -> None:
         """`drawn` are batches from `batch`: those to give if there is no loader, else one of the size to expect."""
-        self.epochs = Epochs(workload, batch_size, device, drawn)
+        self.epochs = Epochs(workload, batch_size, device, drawn, settings)
         self._batch_size = batch_size
         self._expected = None if workload.loader is None else drawn[0]
         self._device = device

@@ -15,7 +15,7 @@ from amptune.policy.findings import Finding
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["changing_shapes", "require_sound_input"]
+__all__ = ["changing_shapes", "has_data_loader", "require_sound_input"]
 
 # So many shapes are usual: that of every batch, and that of the last.
 USUAL_SHAPES = 2
@@ -34,6 +34,15 @@ def require_sound_input(bench: Bench) -> int | None:
     with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
         require_size(workload.batch_size, next(epochs), drawn)
         return epochs.samples
+
+
+def has_data_loader(bench: Bench) -> bool:
+    """Returns True if training iterates over a DataLoader, whose settings can be tried."""
+    workload = bench.workload
+    if workload.loader is None:
+        return False
+    with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
+        return epochs.data_loader is not None
 
 
 def changing_shapes(bench: Bench) -> Iterator[Finding]:

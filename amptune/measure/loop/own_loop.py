@@ -18,7 +18,7 @@ from amptune.measure.loop.feed import LoaderFeed
 from amptune.measure.results.outcome import LOADER_FAILED, Effort, Failure, Outcome
 from amptune.policy.settings import Policy
 
-__all__ = ["feeding", "loader_has_failed", "measure_in_loop"]
+__all__ = ["feed_of", "feeding", "loader_has_failed", "measure_in_loop"]
 
 
 def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Stillness | None = None) -> Outcome:
@@ -28,7 +28,7 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
     about the policy: the failure's exception is then `LOADER_FAILED`.
     """
     try:
-        feed = _feed(bench, policy, effort)
+        feed = feed_of(bench, policy, effort)
     except Exception as error:  # noqa: BLE001  # the user's code may raise anything
         return failure_of(error)
     with closing(feed):
@@ -41,7 +41,7 @@ def measure_in_loop(bench: Bench, policy: Policy, effort: Effort, stillness: Sti
 
 def feeding(bench: Bench, policy: Policy, effort: Effort) -> AbstractContextManager[Batches]:
     """Returns a context of the batches that `measure_in_loop` has, or `Bench.measure` if it is not in the loop."""
-    return closing(_feed(bench, policy, effort)) if effort.in_loop else nullcontext(bench.sequence(policy, effort))
+    return closing(feed_of(bench, policy, effort)) if effort.in_loop else nullcontext(bench.sequence(policy, effort))
 
 
 def loader_has_failed(batches: Batches | None) -> bool:
@@ -49,9 +49,9 @@ def loader_has_failed(batches: Batches | None) -> bool:
     return isinstance(batches, LoaderFeed) and batches.epochs.failed
 
 
-def _feed(bench: Bench, policy: Policy, effort: Effort) -> LoaderFeed:
+def feed_of(bench: Bench, policy: Policy, effort: Effort) -> LoaderFeed:
     """Returns the feed of the user's loop, over batches that are drawn ahead if there is no loader."""
     size = policy.batch_size or bench.workload.batch_size
     has_loader = bench.workload.loader is not None
     drawn = bench.drawn.batches(size, 1) if has_loader else bench.drawn.fresh_sequence(size, effort.batches)
-    return LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn)
+    return LoaderFeed(bench.workload, size, bench.device, stopwatch_for(bench.device), drawn, policy.loader)

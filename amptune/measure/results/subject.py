@@ -109,7 +109,7 @@ class Prepared:
     different batches to time steps on, if it is known, and `draw_s` the seconds to draw them. `noticed` is what the
     guard found in a step of the user's own, and that other programs run. So many `devices` train together in a step
     that is timed, by the workload's `own_parallel` or DistributedDataParallel. `most_samples` is the largest batch that
-    the loader can give, all of its data, if that is known.
+    the loader can give, all of its data, if that is known; it `has_data_loader` if that is PyTorch's.
     """
 
     hardware: Hardware
@@ -122,6 +122,7 @@ class Prepared:
     devices: int = 1
     own_parallel: bool = False
     most_samples: int | None = None
+    has_data_loader: bool = False
 
     @property
     def labels(self) -> dict[str, str]:

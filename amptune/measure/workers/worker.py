@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from amptune.measure.bench.stillness import ProcessIdentity, Stillness
 from amptune.measure.results.outcome import Effort, Failure, Outcome
 from amptune.measure.results.subject import Prepared
-from amptune.measure.workers.cpu_share import rarely_collecting_garbage, share_compilers, sharing_threads
+from amptune.measure.workers.cpu_share import cores, rarely_collecting_garbage, share_compilers, sharing_threads
 from amptune.measure.workers.followers import Followers
 from amptune.measure.workers.log_stream import LogStream
 from amptune.measure.workers.setting import Setting, built_bench
@@ -29,6 +29,7 @@ from amptune.workload.user_errors import tell_of_user_code
 if TYPE_CHECKING:
     from amptune.measure.bench.bench import Bench
     from amptune.measure.results.half_effects import Half, ModuleTrace, Sensitivity
+    from amptune.measure.results.loop_timing import LoaderTrial
     from amptune.measure.results.step_profile import StepProfile
     from amptune.measure.results.training_runs import LossCurve, Parity, Reference
 
@@ -47,6 +48,7 @@ __all__ = [
     "start",
     "trace",
     "train_long",
+    "try_loaders",
 ]
 
 T = TypeVar("T")
@@ -131,7 +133,7 @@ def prepare() -> Prepared:
     """
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
-    from amptune.measure.loop.input_checks import changing_shapes, require_sound_input
+    from amptune.measure.loop.input_checks import changing_shapes, has_data_loader, require_sound_input
     from amptune.measure.loop.step_mistakes import batches_that_go_on, mistakes_in_step
     from amptune.measure.modules.inspection import inspect_model
 
@@ -155,6 +157,7 @@ def prepare() -> Prepared:
             devices=_State.setting.ranks,
             own_parallel=bench.workload.parallel is not None,
             most_samples=most_samples,
+            has_data_loader=has_data_loader(bench),
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message
@@ -219,6 +222,13 @@ def measure(policy: Policy, effort: Effort, beside: Sequence[ProcessIdentity] = 
         return Reply(outcome=failure_of(error), broken=True)
     is_lost = _State.followers is not None and isinstance(outcome, Failure)
     return Reply(outcome=outcome, broken=is_lost or cuda_is_broken())
+
+
+def try_loaders(policy: Policy, seconds: float) -> tuple[LoaderTrial, ...] | Failure:
+    """Times steps of the user's loop with other settings of its DataLoader, for about `seconds`."""
+    from amptune.measure.loop.loader_trials import try_loaders
+
+    return _attempt(lambda: try_loaders(_bench(), policy, seconds, cores()))
 
 
 def refer(fp32: Policy, seconds: float) -> Reference | Failure:

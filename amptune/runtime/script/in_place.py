@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CalledModules", "InPlace"]
 
+# What a module calls in place of its forward pass and hooks, if it has this. `nn.Module.__getstate__` leaves it out, so
+# that copies and pickles of a model are plain: a copy that called the first one's forward pass would be that one.
+_CALLED = "_compiled_call_impl"
+
 
 class CalledModules(nn.Module):
     """Modules that a script calls one by one, as one model: its forward pass is that of the part with a number."""
@@ -59,22 +63,20 @@ class InPlace:
         self._back.go()
 
     def _wrap(self, module: nn.Module, before: tuple[int, ...]) -> None:
-        own = vars(module).get("forward")
-        # which has put autocast of its own around the class's
-        original = getattr(vars(module).get("_original_forward"), "__func__", None)
-        is_accelerates = original is type(module).forward
+        held = vars(module)
+        # Accelerate puts autocast of its own around the class's forward pass
+        original = getattr(held.get("_original_forward"), "__func__", None)
+        accelerates = held.get("forward") if original is type(module).forward else None
 
         def put_back() -> None:
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
+            held.pop(_CALLED, None)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if self._begins():
-                return module.forward(*args, **kwargs)
+                return module(*args, **kwargs)
             put_back()  # the model is called within, and is to run itself
-            if is_accelerates:
-                vars(module).pop("forward", None)
+            if accelerates is not None:
+                del held["forward"]
             try:
                 return self._called(*before, *args, **kwargs)
             except Exception as error:
@@ -82,11 +84,13 @@ class InPlace:
                     raise
                 failure = error.with_traceback(None)
             finally:
-                vars(module)["forward"] = forward
+                held[_CALLED] = call
+                if accelerates is not None:
+                    held["forward"] = accelerates
             self._broken(failure)
-            return module.forward(*args, **kwargs)  # under the policy that is in place by now
+            return module(*args, **kwargs)  # under the policy that is in place by now
 
-        vars(module)["forward"] = forward
+        held[_CALLED] = call
         self._back.add(put_back)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:

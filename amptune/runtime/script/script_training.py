@@ -39,6 +39,18 @@ def copy_of_batch(batch: Any, *, tensors: bool = False) -> Any:
     return map_tensors(torch.clone, found) if tensors else found
 
 
+def samples_in(batch: Any) -> int:
+    """Returns the first axis of a batch's first tensor; how many samples there are if they lie side by side in lists.
+
+    0 for a batch without either.
+    """
+    if isinstance(batch, list | tuple) and batch and all(isinstance(one, list | tuple) for one in batch):
+        lengths = {len(one) for one in batch}
+        if len(lengths) == 1:
+            return lengths.pop()
+    return next((len(one) for one in tensors_in(batch) if one.dim()), 0)
+
+
 class Iteration:
     """One iteration of a script's loop: `batches` by the number of their loader, and what it did with them.
 
@@ -70,9 +82,8 @@ class Iteration:
 
     @property
     def samples(self) -> int:
-        """The number of samples: the first axis of each batch's first tensor, or of what modules were called with."""
-        found = (next((one for one in tensors_in(batch) if one.dim()), None) for _, batch in self.batches)
-        return sum(len(one) for one in found if one is not None) or self.rows
+        """The number of samples: those of each batch, or the first axis of what modules were called with."""
+        return sum(samples_in(batch) for _, batch in self.batches) or self.rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,5 +129,5 @@ class ScriptTraining:
         words = [f"{names}, {weights / 1e6:.3g} M parameters, {by}, {passes} pass{'es' if passes > 1 else ''} a step"]
         if len(self.iteration.batches) > 1:
             words.append(f"{len(self.iteration.batches)} batches a step")
-        samples = self.iteration.samples
-        return ", ".join([*words, *([f"{samples} samples"] if samples else [])])
+        samples, what = self.iteration.samples, "sample" if self.loaders else "row"
+        return ", ".join([*words, *([f"{samples} {what}{'s' if samples > 1 else ''}"] if samples else [])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import signal
 import sys
 from dataclasses import replace
@@ -12,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from amptune.changes.flags import take_defaults
 from amptune.errors import AmptuneError, HardwareMismatchError, PolicyApplyError
-from amptune.policy.settings import Policy
+from amptune.policy.settings import Loader, Policy
 from amptune.runtime.apply_policy import apply
 from amptune.runtime.optimizer import lay_out_state
 from amptune.runtime.policy_argument import read_policy
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
+from amptune.runtime.script.loaders import options_of
 from amptune.runtime.script.main_script import run_as_main
 from amptune.runtime.script.scaling import Scaling
 from amptune.runtime.script.script_training import Iteration, ScriptTraining
@@ -57,6 +60,8 @@ class ScriptUnderPolicy(Listener):
         self._hooks = ScriptHooks(self)
         self._hooks.watch_modules()
         self._hooks.replace(DistributedDataParallel, "__init__", self._before_ddp)
+        if settings.loader is not None:
+            self._hooks.replace(DataLoader, "__init__", self._built_with(settings.loader))
 
     def _before_ddp(self, own: Any) -> Any:
         """Applies the policy to a model before DistributedDataParallel lays its gradients out."""
@@ -70,6 +75,21 @@ class ScriptUnderPolicy(Listener):
             own(ddp, module, *args, **kwargs)
 
         return __init__
+
+    def _built_with(self, settings: Loader) -> Callable[[Any], Any]:
+        """Returns what builds DataLoaders of the script's with these settings."""
+
+        def wrapper(own: Any) -> Any:
+            signature = inspect.signature(own)
+
+            def __init__(loader: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+                given = signature.bind(loader, *args, **kwargs).arguments
+                options = options_of(settings, given["dataset"], given.get("num_workers", 0))
+                own(**{**given, **options})
+
+            return __init__
+
+        return wrapper
 
     @property
     def is_applied(self) -> bool:
@@ -100,7 +120,8 @@ class ScriptUnderPolicy(Listener):
     def scaler(self, scaler: Any) -> None:
         if self._scaling.of_script is None:
             self._scaling.of_script = scaler
-            self._replaced["loss scaler"] = None
+            if scaler.is_enabled():
+                self._replaced["loss scaler"] = None
             if self._tuned is not None:
                 self._scaling.begin(self._settings, ())
 
@@ -131,7 +152,8 @@ class ScriptUnderPolicy(Listener):
         self._hooks.watch_no_modules()
         names = " and ".join(dict.fromkeys(type(one).__name__ for one in called))
         own = f", in place of its own {' and '.join(self._replaced)}" if self._replaced else ""
-        self._tell(f"{replace(self._settings, batch_size=None)} around {names}{own}")
+        loaders = f"; DataLoaders have {self._settings.loader}" if self._settings.loader is not None else ""
+        self._tell(f"{replace(self._settings, batch_size=None, loader=None)} around {names}{own}{loaders}")
         self._tell_of_others()
 
     def _tell_of_others(self) -> None:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from amptune.measure.results.loop_timing import WORTH_SAYING, waiting_in_words
+from amptune.measure.results.loop_timing import (
+    WORTH_SAYING,
+    LoaderTrial,
+    loader_gain,
+    share_in_words,
+    waiting_in_words,
+)
 from amptune.measure.results.subject import Prepared
 from amptune.policy.findings import Finding
 from amptune.policy.setting_effects import numerics_of
@@ -17,13 +23,24 @@ from amptune.search.table.verdict import Verdict
 __all__ = ["devices_findings", "numeric_caveats", "of_the_loader"]
 
 
-def of_the_loader(rows: Sequence[Row], verdict: Verdict) -> Iterator[Finding]:
-    """Yields a finding if the user's loop waits for its data under the winner."""
+def of_the_loader(rows: Sequence[Row], verdict: Verdict, trials: Sequence[LoaderTrial] = ()) -> Iterator[Finding]:
+    """Yields a finding if the user's loop waits for its data under the winner, and what other settings would gain."""
+    gain = loader_gain(trials)
+    if gain is not None:
+        figures = {"own_ms": gain.own_ms, "step_ms": gain.step_ms, "wait_share": gain.wait_share}
+        message = f"{gain}; it waits {share_in_words(gain.wait_share)} of its time then"
+        yield Finding(code="loader", message=message, figures=figures)
+        return
     shares = wait_share(rows)
     share = max(shares.values(), default=0.0) if verdict.waits_for_data else shares.get(verdict.winner.policy, 0.0)
     if share > WORTH_SAYING:
         instead = "; the speeds here are those of steps that have their data" if verdict.waits_for_data else ""
-        yield Finding(code="input-bound", message=waiting_in_words(share) + instead, figures={"share": share})
+        tried = "".join(f"; tried: {_in_words(one)}" for one in trials[1:])
+        yield Finding(code="input-bound", message=waiting_in_words(share) + instead + tried, figures={"share": share})
+
+
+def _in_words(trial: LoaderTrial) -> str:
+    return f"{trial.settings}, {trial.error or f'{trial.step_ms:.3g} ms a step'}"
 
 
 def numeric_caveats(found: Conclusion, parity: Mapping[str, float], told: Sequence[Finding]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from amptune.hardware.machine import Hardware
 from amptune.measure.bench.readings import noticed
+from amptune.measure.results.loop_timing import LoaderGain, LoaderTrial, loader_gain
 from amptune.measure.results.subject import Prepared, Subject
 from amptune.policy.findings import Finding
 from amptune.policy.policy_file import PolicyFile
@@ -29,7 +30,8 @@ class Decision(Conclusion):
     It is `provisional` if the gain is likely and not confirmed, the policy's numerics were not judged, or the run was
     interrupted. `again` is the command to run next if there is no answer yet. `memory_mib` is the memory that the
     device had available. `timeline` says what was done when, and why. `artifacts` is the file of what torch.compile
-    made of the winner, in the study's folder: `amptune.apply` takes it.
+    made of the winner, in the study's folder: `amptune.apply` takes it. `loader` is what other settings of the user's
+    DataLoader gain, if that was measured.
     """
 
     policy_file: PolicyFile
@@ -42,6 +44,7 @@ class Decision(Conclusion):
     memory_mib: float | None = None
     timeline: tuple[Mapping[str, Any], ...] = ()
     artifacts: Path | None = None
+    loader: LoaderGain | None = None
 
     @property
     def policy(self) -> Policy:
@@ -59,11 +62,13 @@ def decide(
     interrupted: bool = False,
     timeline: Sequence[Mapping[str, Any]] = (),
     again: str | None = None,
+    loaders: Sequence[LoaderTrial] = (),
 ) -> Decision:
     """Returns the decision that a conclusion from all `rows` leads to.
 
-    `findings` are what the run noticed, `seconds` what it took. If nothing but the baseline was measured, `again` is
-    the command with a budget that is enough for a first comparison.
+    `findings` are what the run noticed, `seconds` what it took, `loaders` the settings of the loader that it
+    tried. If nothing but the baseline was measured, `again` is the command with a budget that is enough for a first
+    comparison.
     """
     parity = parity_of(rows, found.winner, found.baseline.policy)
     caveats = tuple(numeric_caveats(found, parity, findings))
@@ -71,12 +76,13 @@ def decide(
     is_unsure = found.verdict.confidence == "likely" and not found.keeps_the_baseline
     provisional = interrupted or is_unsure or is_unjudged
     again = again if found.verdict.is_open else None
+    loader = loader_gain(loaders)
     told = (
         *found.verdict.findings,
         *_without_answer(found, again),
         *prepared.noticed,
         *findings,
-        *of_the_loader(rows, found.verdict),
+        *of_the_loader(rows, found.verdict, loaders),
         *compile_findings(found.trials, found.winner),
         *caveats,
         *noticed(row.outcome for row in rows),
@@ -87,7 +93,11 @@ def decide(
         judgements=found.judgements,
         recipes=found.recipes,
         policy_file=PolicyFile(
-            policy=replace(found.winner, batch_size=found.winner.batch_size or prepared.subject.batch_size),
+            policy=replace(
+                found.winner,
+                batch_size=found.winner.batch_size or prepared.subject.batch_size,
+                loader=found.winner.loader if loader is None else loader.settings,
+            ),
             name=prepared.subject.name,
             valid_for=labels_of(prepared),
             evidence=evidence_of(found, rows, parity, told, seconds=seconds, provisional=provisional),
@@ -100,6 +110,7 @@ def decide(
         again=again,
         memory_mib=prepared.memory_mib,
         timeline=tuple(timeline),
+        loader=loader,
     )
 
 
