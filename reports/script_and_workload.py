@@ -22,16 +22,20 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._pytree import tree_map
 
 SCRIPTS: dict[str, tuple[str, list[str]]] = {
     "mnist": ("main.py", ["--batch-size", "1024"]),
     "vae": ("main.py", ["--batch-size", "4096"]),
     "words": (
         "main.py",
-        "--accel --use-optimizer --lr 0.001 --model Transformer --emsize 512 --nhead 8 --nhid 2048 --nlayers 6 "
-        "--batch_size 64 --bptt 128 --data data/words".split(),
+        ["--accel", "--use-optimizer", "--lr=0.001", "--model=Transformer", "--emsize=512", "--nhead=8", "--nhid=2048"]
+        + ["--nlayers=6", "--batch_size=64", "--bptt=128", "--data=data/words"],
     ),
-    "timm": ("train.py", "--data-dir imgs --model resnet50 --num-classes 4 -b 128 -j 14 --log-interval 1000".split()),
+    "timm": (
+        "train.py",
+        ["--data-dir=imgs", "--model=resnet50", "--num-classes=4", "-b128", "-j14", "--log-interval=1000"],
+    ),
 }
 WORDS, BPTT = 10_000, 128
 
@@ -83,18 +87,17 @@ def workload_of(name: str) -> Any:
         return amptune.Workload(
             model=VAE,
             batch=lambda n: torch.rand(n, 1, 28, 28),
-            step=own_step(lambda model, x: loss_function(model(x)[0], x, *model(x)[1:])),
+            step=own_step(lambda model, x: (model(x), x), lambda out, x: loss_function(out[0], x, *out[1:])),
             optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
             batch_size=4096,
         )
     if name == "words":
         from model import TransformerModel
 
-        criterion = nn.NLLLoss()
         return amptune.Workload(
             model=lambda: TransformerModel(WORDS, 512, 8, 2048, 6, 0.2),
             batch=lambda n: (torch.randint(WORDS, (BPTT, n)), torch.randint(WORDS, (BPTT * n,))),
-            step=own_step(lambda model, batch: criterion(model(batch[0]).view(-1, WORDS), batch[1]), clip=0.25),
+            step=own_step(lambda model, batch: (model(batch[0]).view(-1, WORDS), batch[1]), nn.NLLLoss(), clip=0.25),
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
             batch_size=64,
             batch_dim=1,
@@ -113,21 +116,22 @@ def workload_of(name: str) -> Any:
     )
 
 
-def own_step(loss_of: Any, clip: float | None = None) -> Any:
-    """Returns a step that reads its loss, as these scripts do."""
+def own_step(outputs_of: Any, loss: Any, clip: float | None = None) -> Any:
+    """Returns a step that computes its loss in FP32, outside of autocast, and reads it, as these scripts do."""
 
     def step(tuned: Any, model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
         optimizer.zero_grad()
         with tuned.autocast():
-            loss = loss_of(model, batch)
-        tuned.scaler.scale(loss).backward()
+            found = outputs_of(model, batch)
+        value = loss(*tree_map(lambda one: one.float() if one.is_floating_point() else one, found))
+        tuned.scaler.scale(value).backward()
         tuned.scaler.unscale_(optimizer)
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        loss.item()
+        value.item()
         tuned.scaler.step(optimizer)
         tuned.scaler.update()
-        return loss  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]
 
     return step
 
@@ -158,6 +162,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--make-data", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--names", nargs="*", choices=SCRIPTS)
     parser.add_argument("--only", nargs=2, metavar=("NAME", "KIND"), help="measure in this process")
     asked = parser.parse_args()
     if asked.make_data:
@@ -165,10 +170,11 @@ def main() -> None:
     elif asked.only:
         measure(*asked.only)
     else:
-        for name in SCRIPTS:
+        for name in asked.names or SCRIPTS:
             for kind in ("script", "workload", "script", "workload"):
                 command = [sys.executable, str(Path(__file__).resolve()), ".", "--only", name, kind]
-                done = subprocess.run(command, cwd=asked.folder / name, capture_output=True, text=True, timeout=300)
+                where = asked.folder / name
+                done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=300)  # noqa: S603
                 rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
                 print(name, kind, *rows, *([] if rows else [done.stderr[-1500:]]), sep="\n  ", flush=True)
                 with asked.out.open("a") as file:

@@ -13,7 +13,7 @@ from amptune.changes.tensor_tree import map_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["convert_batch", "convert_model", "convertible"]
+__all__ = ["convert_batch", "convert_model", "convertible", "format_of"]
 
 _TORCH_FORMAT = {
     "contiguous": torch.contiguous_format,
@@ -36,6 +36,16 @@ def convertible(tensor: torch.Tensor, memory_format: str) -> bool:
         and tensor.layout is torch.strided
         and all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     )
+
+
+def format_of(model: nn.Module) -> str:
+    """Returns the format that a model's weights are in: contiguous, unless all that show one lie in another."""
+    shown = set()
+    for weight in model.parameters():
+        fitting = [one for one in _DIMENSIONS if convertible(weight, one)]
+        found = [one for one in fitting if weight.is_contiguous(memory_format=_TORCH_FORMAT[one])]
+        shown |= {*found} if len(found) == 1 else set()
+    return shown.pop() if len(shown) == 1 else "contiguous"
 
 
 def convert_batch(batch: Any, memory_format: str) -> Any:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ import torch
 from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
 from amptune.changes.flags import fp32_math_now, take_defaults
+from amptune.changes.layout import format_of
 from amptune.changes.tensor_tree import tensors_in
 from amptune.errors import ScriptEndedError, TargetError
 from amptune.policy.settings import Policy
 from amptune.runtime.script.hooks import LedIterator, Listener, ScriptHooks
 from amptune.runtime.script.in_place import InPlace
-from amptune.runtime.script.main_script import run_as_main
+from amptune.runtime.script.loaders import are_alike
+from amptune.runtime.script.main_script import no_processes, run_as_main
 from amptune.runtime.script.optimizer_snapshot import OptimizerSnapshot
 from amptune.runtime.script.scaling import Scaling
 from amptune.runtime.script.script_training import (
@@ -32,7 +35,9 @@ from amptune.runtime.script.script_training import (
     Iteration,
     ScriptTraining,
     copy_of_batch,
+    require_comparable,
     several_models,
+    take_turns,
 )
 from amptune.workload.fresh_iterations import FreshIterations
 from amptune.workload.loader_batches import LARGE_BYTES
@@ -63,10 +68,7 @@ def workload_of_script(path: Path, arguments: Sequence[str], scratch: Path | Non
 
 
 class RunningScript(Listener):
-    """A script under hooks, from its start to its end.
-
-    `is_over` is True once it has ended: its process is of no more use then.
-    """
+    """A script under hooks, from its start until it `is_over`, and its process is of no more use."""
 
     def __init__(self, path: Path, arguments: Sequence[str], scratch: Path | None = None) -> None:
         self.is_over = False
@@ -83,8 +85,10 @@ class RunningScript(Listener):
         self._given: dict[int, deque[Any]] = {}
         self._losses: list[torch.Tensor] = []
         self._stepped: set[torch.optim.Optimizer] = set()
-        self._is_broken = False
-        self._spared = self._steps = 0
+        self._spared = self._steps = self._ended = 0
+        # An epoch goes on while steps are measured; for a script that breaks by that, the processes after it end it.
+        self._is_broken = self._is_beyond = False
+        self._ends_epochs = (scratch or self._files.folder) / "ends-epochs"
         self._scales = False
         self._writes_to_batches = False
         self._began_s = time.monotonic()
@@ -106,14 +110,19 @@ class RunningScript(Listener):
         self._hooks.watch_no_modules()
         self._keep_more(training)
         benchmark = torch.backends.cudnn.benchmark
-        self._own = replace(self._own, fp32_math=fp32_math_now(), cudnn_benchmark=benchmark)
+        self._own = replace(
+            self._own,
+            fp32_math=fp32_math_now(),
+            cudnn_benchmark=benchmark,
+            memory_format=format_of(training.model),  # type: ignore[arg-type]
+        )
         take_defaults()
         self._optimizers = [(one, OptimizerSnapshot(one)) for one in training.optimizers]
         self._model = training.model
         self._device = next(self._model.parameters()).device
         for parameter in self._model.parameters():
             parameter.grad = None
-        batches = iter(_cycle(self._kept))
+        batches = cycle(self._kept)
         return Workload(
             name=self._path.stem,
             model=lambda: self._model.to("cpu"),
@@ -124,6 +133,7 @@ class RunningScript(Listener):
             batch_size=max(1, training.iteration.samples),
             own_loop=False,
             as_is=self._own,
+            ended_epochs=lambda: self._ended,
             summary=self._summary(training),
         )
 
@@ -153,7 +163,13 @@ class RunningScript(Listener):
             self._given[loader].append(batch)
         self._losses.clear()
         self._stepped.clear()
-        self._go_on()
+        try:
+            self._go_on()
+        except Exception as error:
+            if not (self.is_over and self._is_beyond):
+                raise
+            self._ends_epochs.touch()
+            raise ScriptEndedError(f"{self._path.name} raised in an epoch longer than its loader: {error}") from error
         self._steps += 1
         if self.is_over:
             raise ScriptEndedError(
@@ -221,22 +237,11 @@ class RunningScript(Listener):
     # --- what the script does, in its greenlet --------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._files, self._in_one_process():
+        with (
+            self._files,
+            no_processes(f"{self._path.name} trains in processes that it starts itself: {WRITE_WORKLOAD}"),
+        ):
             run_as_main(self._path, self._arguments)
-
-    @contextmanager
-    def _in_one_process(self) -> Iterator[None]:
-        """Raises `TargetError` where the script would train in processes of its own."""
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise TargetError(f"{self._path.name} trains in processes that it starts itself: {WRITE_WORKLOAD}")
-
-        processes: Any = torch.multiprocessing
-        own, processes.spawn = processes.spawn, refuse
-        try:
-            yield
-        finally:
-            processes.spawn = own
 
     def _hand_over(self, error: Exception | None = None) -> None:
         grad = torch.is_grad_enabled()
@@ -251,7 +256,7 @@ class RunningScript(Listener):
         return self._is_drawing or getcurrent() is not self._main
 
     def batch(self, loader: Any, own: LedIterator) -> Any:
-        number = next((at for at, one in enumerate(self._loaders) if one is loader), len(self._loaders))
+        number = self._number_of(loader)
         if number == len(self._loaders):
             self._loaders.append(loader)
             self._iterators.append(own)
@@ -262,15 +267,29 @@ class RunningScript(Listener):
             self._iterators[number], batch = own, own.draw()
             self._now.keep(number, batch)
             return batch
-        if not any(one is loader for one in training.loaders):  # validation has one batch
+        if not any(one is self._loaders[number] for one in training.loaders):  # validation has one batch
             if own.drawn:
                 raise StopIteration
             return own.draw()
         if self._has_updated:
             self._hand_over()
+        self._is_beyond = own.is_at_end
+        if self._is_beyond and self._ends_epochs.exists():
+            self._ended += 1
+            raise StopIteration
         # a loader with a look ahead takes one more at the beginning of an epoch
         given = self._given[number].popleft() if self._given.get(number) else self._spare(number)
         return copy_of_batch(given, tensors=self._writes_to_batches)
+
+    def draws_later(self) -> bool:
+        return self._training is not None
+
+    def _number_of(self, loader: Any) -> int:
+        """Returns the number of a loader, or of one like it that the script has built anew for this epoch."""
+        known = [one is loader for one in self._loaders]
+        if self._training is not None and not any(known):
+            known = [are_alike(one, loader) for one in self._loaders]
+        return known.index(True) if any(known) else len(known)
 
     def _spare(self, number: int) -> Any:
         batches = [batch for one in self._kept for loader, batch in one.batches if loader == number]
@@ -352,10 +371,14 @@ class RunningScript(Listener):
         alike = self._past[-AGREEING:]
         self._now = Iteration()
         if len(alike) == AGREEING and all(alike[0].is_like(one) for one in alike[1:]):
+            if len({one.passes for one in alike}) > 1:
+                require_comparable(self._past[AGREEING:])
+                if len(self._past) < AGREEING + MOST_KEPT:
+                    return
             trains = dict.fromkeys(number for number, _ in alike[-1].batches)
             self._training = ScriptTraining.of(alike[-1], [self._loaders[number] for number in trains])
             self._hand_over()
-        elif _take_turns(self._past[-2 * AGREEING :]):
+        elif take_turns(self._past[-2 * AGREEING :]):
             raise several_models([one for step in alike for one in step.modules])
         elif len(self._past) > MOST_UPDATES or time.monotonic() - self._began_s > MOST_S:
             raise TargetError(f"no two steps of {self._path.name} are alike: {WRITE_WORKLOAD}")
@@ -365,21 +388,9 @@ class RunningScript(Listener):
         return f"{training}; {self._own} today{scaler}"
 
     def _seen(self) -> str:
-        if not self._past and not self._now.modules:
-            return "no module was called in training"
-        return "no optimizer made a step" if not self._past and not self._now.optimizers else "it made too few steps"
-
-
-def _take_turns(past: Sequence[Iteration]) -> bool:
-    """Returns True if steps of two optimizers take turns."""
-    if len(past) < 2 * AGREEING or past[0].optimizers == past[1].optimizers:
-        return False
-    return all(one.is_like(next_but_one) for one, next_but_one in zip(past, past[2:], strict=False))
-
-
-def _cycle(kept: Sequence[Iteration]) -> Iterator[Iteration]:
-    while True:
-        yield from kept
+        if self._past or self._now.optimizers:
+            return "it made too few steps"
+        return "no optimizer made a step" if self._now.modules else "no module was called in training in this process"
 
 
 def _bytes_of(kept: Sequence[Iteration]) -> int:

@@ -45,7 +45,7 @@ class Workload:
     - `evaluate(model)` may rate a trained model by one number. `evaluate_tolerance` is then the largest allowed
       difference between a policy's number and FP32's after a short training; it joins the limits of the numerics gate.
     - `as_is` is what training sets today, which is the baseline if no other is asked for; `summary` says in a line what
-      is trained. A running script fills in both.
+      is trained, and `ended_epochs` how many of its epochs have ended within a step. A running script fills them in.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -63,6 +63,7 @@ class Workload:
     clip: float | None = None
     own_loop: bool = True
     as_is: Policy | None = None
+    ended_epochs: Callable[[], int] | None = None
     summary: str | None = None
     name: str | None = None
 

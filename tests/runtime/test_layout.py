@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amptune.changes.layout import convert_batch, convert_model
+from amptune.changes.layout import convert_batch, convert_model, format_of
 from amptune.policy.settings import MemoryFormat
 
 
@@ -103,3 +103,15 @@ def test_images_and_volumes_anywhere_in_a_batch_are_converted_and_the_rest_passe
     assert convert_batch(converted, "channels_last") is converted
     assert convert_batch(volume, "channels_last") is volume
     assert convert_batch(volume, "channels_last_3d").is_contiguous(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last", "channels_last_3d"])
+def test_a_models_format_is_that_of_all_weights_that_show_one(memory_format: MemoryFormat) -> None:
+    three = memory_format == "channels_last_3d"
+    conv = nn.Conv3d if three else nn.Conv2d
+    model = nn.Sequential(conv(3, 8, 3), conv(8, 8, 1), nn.Linear(2, 2))
+    assert format_of(model) == "contiguous"
+    convert_model(model, memory_format)
+    assert format_of(model) == memory_format
+    other = nn.Sequential(model, conv(3, 8, 3))
+    assert format_of(other) == "contiguous"

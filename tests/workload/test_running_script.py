@@ -86,6 +86,8 @@ def measured(name: str, policies: list[dict[str, Any]], folder: Path, *arguments
         ),
         ("actor_critic", [], r"Sequential and Linear, .*Adam, 15 passes a step", "stock PyTorch", 1),
         ("word_lstm", [], r"Model, .*SGD, 1 pass a step", "stock PyTorch", 12),
+        ("checkpointing", [], r"Net, .*SGD, 1 pass a step, 32 rows", "stock PyTorch", 32),
+        ("checkpointing", ["reentrant"], r"Net, .*SGD, 1 pass a step, 32 rows", "stock PyTorch", 32),
         ("trainer", [], r"GPT2LMHeadModel, .*2 passes a step, 2 batches a step, 8 samples", "stock PyTorch", 8),
     ],
 )
@@ -102,6 +104,36 @@ def test_what_a_script_trains_is_found_and_each_policy_costs_itself_alone(
         assert first == last
     allowed = {"word_lstm": "LSTM"}.get(name)  # of which the CPU has no kernel in fp16
     assert [one["failure"] for one in others if one["failure"] and not (allowed and allowed in one["failure"])] == []
+
+
+GO_ON = """
+import sys, torch
+from pathlib import Path
+from amptune.errors import ScriptEndedError
+from amptune.measure.bench.bench import Bench
+from amptune.policy.settings import STOCK
+from amptune.workload.running_script import workload_of_script
+workload = workload_of_script(Path(sys.argv[1]), [], Path(sys.argv[2]))
+with Bench(workload, torch.device("cpu")).on_device(STOCK) as (_, stepper):
+    try:
+        for _ in range(40):
+            stepper()
+        print("WENT ON", workload.ended_epochs())
+    except ScriptEndedError as error:
+        print("ENDED", error)
+"""
+
+
+def test_epochs_go_on_while_steps_are_measured_unless_the_script_breaks_by_that(tmp_path: Path) -> None:
+    """A process that breaks tells those after it."""
+    script = str(SCRIPTS / "own_epochs.py")
+    first, second = (run("-c", GO_ON, script, str(tmp_path), folder=tmp_path) for _ in range(2))
+    assert "ENDED own_epochs.py raised in an epoch longer than its loader: division by zero" in first.stdout
+    assert re.search("WENT ON [45]", second.stdout), second.stderr[-2000:]
+    assert "correct" in second.stdout
+    (tmp_path / "other").mkdir()
+    unbroken = run("-c", GO_ON, str(SCRIPTS / "classifier.py"), str(tmp_path / "other"), folder=tmp_path)
+    assert "WENT ON 0" in unbroken.stdout, unbroken.stderr[-2000:]
 
 
 WRITES_ELSEWHERE = """
@@ -168,7 +200,7 @@ def test_a_script_may_take_its_batches_apart_and_write_to_them(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "summary"),
     [
-        ("segmentation", r"UNet, .*RMSprop, .*fp16 today, a loss scaler of its own"),
+        ("segmentation", r"UNet, .*RMSprop, .*fp16, channels_last today, a loss scaler of its own"),
         ("deep_q", r"^Q, .*AdamW, 1 pass a step, 32 rows; stock"),
         ("fabric", r"^Sequential, .*2 batches a step, 32 samples; bf16 today"),
         ("lbfgs", r"^Sequential, .*LBFGS, 5 passes a step"),
@@ -236,7 +268,7 @@ def test_a_policy_replaces_the_autocast_of_the_script_and_outputs_are_fp32(
 
 
 REFUSED = {
-    "never": ("import torch\nprint(torch.ones(1))\n", "no module was called in training"),
+    "never": ("import torch\nprint(torch.ones(1))\n", "no module was called in training in this process"),
     "no_step": (
         "import torch\nm = torch.nn.Linear(2, 2)\nfor _ in range(9):\n    m(torch.ones(1, 2)).sum().backward()\n",
         "no optimizer made a step",
@@ -271,10 +303,16 @@ def test_samples_of_a_batch_are_its_first_axis_or_how_many_there_are_side_by_sid
     assert samples_in(batch) == samples
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "gan"])
+TOLD = {
+    "gan": "trains several models in turn (Linear), with an optimizer each",
+    "episodes": "passes, and cannot be compared",
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *TOLD])
 def test_a_script_that_cannot_be_tuned_is_told_why(name: str, tmp_path: Path) -> None:
-    text, why = REFUSED.get(name, ("", "trains several models in turn (Linear), with an optimizer each"))
-    path = SCRIPTS / "gan.py" if name == "gan" else tmp_path / f"{name}.py"
+    text, why = REFUSED.get(name) or ("", TOLD[name])
+    path = tmp_path / f"{name}.py" if text else SCRIPTS / f"{name}.py"
     if text:
         path.write_text(text)
     done = run("-m", "amptune", "tune", str(path), "--dry-run", "--device", "cpu", folder=tmp_path)

@@ -13,6 +13,7 @@ from amptune.measure.bench.failures import NonFiniteError
 from amptune.measure.bench.peak_memory import PeakMemory
 from amptune.measure.bench.step import FIRST_STEPS, Stepper
 from amptune.measure.bench.step_timing import (
+    ALONE,
     SETTLE_SHARE,
     TELLING_STEPS,
     StepTimer,
@@ -75,7 +76,12 @@ class PolicyTimer:
         `require_sound` is called after so many steps; it returns the share that was skipped, or raises.
         Raises `NonFiniteError` or `MemoryError`, what the step raises, and `PolicyApplyError` if recordings differ.
         """
-        around = Surroundings(begin=begin, prepared=partial(self._prepared, tuned), stillness=stillness)
+        around = Surroundings(
+            begin=begin,
+            prepared=partial(self._prepared, tuned),
+            turns=self.workload.ended_epochs or ALONE.turns,
+            stillness=stillness,
+        )
         started_s = self.clock.now_s()
         effort = replace(effort, settle_s=min(effort.settle_s, SETTLE_SHARE * effort.time_limit_s))
         first = self._first_steps(stepper, effort, prepares=prepares(tuned.policy))

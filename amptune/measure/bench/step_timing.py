@@ -64,12 +64,13 @@ Step = Callable[[], object]
 class Surroundings:
     """The work around the steps that are timed.
 
-    `begin` is called before each block, `prepared` returns how many graphs were compiled or recorded so far, and
-    `stillness` stops the processes that compile beside a block.
+    `begin` is called before each block, `prepared` returns how many graphs were compiled or recorded so far, `turns`
+    how often a script's epoch has ended within a step, and `stillness` stops the processes that compile beside a block.
     """
 
     begin: Callable[[], object] = lambda: None
     prepared: Callable[[], int] = lambda: 0
+    turns: Callable[[], int] = lambda: 0
     stillness: Stillness = field(default_factory=Stillness)
 
 
@@ -236,9 +237,10 @@ class StepTimer:
         while not _enough(times, effort, least_s) or not (settling.is_over or sum(times) >= until_ms):
             wanted = max(_stretch(step_ms), effort.min_steps - len(times))
             count = self._clock.lead + max(1, min(wanted, effort.max_steps - len(times)))
+            turns = around.turns()
             stretch = self._clock.time_steps(step, count, lambda: busy.append(self._instruments.clocks()))
             settling.goes_on(stretch, around.prepared())
-            times += stretch[self._clock.lead :]
+            times += _without_turns(stretch[self._clock.lead :], (1 + self._clock.lead) * (around.turns() - turns))
             step_ms = statistics.median(times)
         after = with_busy_clocks(self._instruments.read(), busy)
         codes = contamination(before, after, self._instruments.sm_clock_max_mhz())
@@ -319,6 +321,13 @@ def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> boo
         return len(times) >= effort.max_steps
     long_enough = sum(times) >= 1000 * effort.measure_s or len(times) >= effort.max_steps
     return long_enough or (sum(times) >= 1000 * least_s and mean_half_width(times) <= effort.precision)
+
+
+def _without_turns(times_ms: Sequence[float], count: int) -> Sequence[float]:
+    """Returns steps without the slowest, in which epochs ended, or which came after that; all if these are many."""
+    if not 0 < 2 * 2 * count <= len(times_ms):
+        return times_ms
+    return sorted(times_ms)[:-count]
 
 
 def _stretch(step_ms: float) -> int:

@@ -36,6 +36,9 @@ class Listener(Protocol):
     def batch(self, loader: Any, own: LedIterator) -> Any:
         """Returns the loader's next batch. May raise `StopIteration`."""
 
+    def draws_later(self) -> bool:
+        """Returns True if a loader that is iterated over need not begin before a batch is drawn from it."""
+
     def called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Is told of each outermost call of a module that trains, while `ScriptHooks.watch_modules` is on."""
 
@@ -139,7 +142,7 @@ class ScriptHooks:
             return
         depth = getattr(self._depth, "now", 0)
         self._depth.now = depth + 1
-        if depth == 0 and torch.is_grad_enabled() and self._listener.is_script():
+        if depth == 0 and torch.is_grad_enabled() and not _is_in_backward() and self._listener.is_script():
             self._listener.called(module, args)
 
     def _ends(self, module: nn.Module) -> None:
@@ -152,8 +155,10 @@ class ScriptHooks:
 
     def _loader(self, own: Any) -> Any:
         def __iter__(loader: Any) -> Iterator[Any]:  # noqa: N807  # it is that
-            iterator = own(loader)
-            return LedIterator(loader, iterator, self._listener) if self._listener.is_script() else iterator
+            if not self._listener.is_script():
+                return own(loader)  # type: ignore[no-any-return]
+            led = LedIterator(loader, lambda: own(loader), self._listener)
+            return led if self._listener.draws_later() else led.begun()
 
         return __iter__
 
@@ -191,6 +196,7 @@ class ScriptHooks:
         def __enter__(autocast: Any) -> Any:  # noqa: N807
             entered = vars(autocast).setdefault("entered", [])
             is_own = torch.compiler.is_compiling() or "is_policys" in vars(autocast) or not autocast._enabled
+            is_own = is_own or _is_in_backward()  # as it was when what is computed again was computed first
             left_out = not is_own and self._listener.is_script()
             left_out = left_out and self._listener.leaves_out_autocast(autocast.fast_dtype)
             entered.append(left_out)
@@ -230,23 +236,48 @@ class ScriptHooks:
         return step
 
 
-class LedIterator:
-    """A loader's iterator, whose batches the listener gives; `drawn` counts those of its own that it gave."""
+def _is_in_backward() -> bool:
+    """Returns True while activations are computed again in a backward pass, by `torch.utils.checkpoint`."""
+    return torch._C._current_graph_task_id() != -1  # as torch's own module tracker asks
 
-    def __init__(self, loader: Any, iterator: Any, listener: Listener) -> None:
-        self._loader, self._iterator, self._listener = loader, iterator, listener
-        self.drawn = 0
+
+class LedIterator:
+    """A loader's iterator, whose batches the listener gives; it begins when the first one of its own is drawn.
+
+    `drawn` counts those of its own, and `given` all.
+    """
+
+    def __init__(self, loader: Any, begin: Callable[[], Any], listener: Listener) -> None:
+        self._loader, self._begin, self._listener = loader, begin, listener
+        self._iterator: Any = None
+        self.drawn = self.given = 0
+
+    def begun(self) -> LedIterator:
+        """Begins now, unless it has."""
+        if self._iterator is None:
+            self._iterator = self._begin()
+        return self
 
     def draw(self) -> Any:
         """Returns its own next batch. Raises `StopIteration` at its end."""
         self.drawn += 1
-        return next(self._iterator)
+        return next(self.begun()._iterator)
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if as many batches were given as the loader has."""
+        try:
+            return self.given >= len(self._loader)
+        except TypeError:  # it has no length
+            return False
 
     def __iter__(self) -> LedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._listener.batch(self._loader, self)
+        batch = self._listener.batch(self._loader, self)
+        self.given += 1
+        return batch
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+        return getattr(self.begun()._iterator, name)

@@ -11,7 +11,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from amptune.policy.knobs.loader import Loader
 
-__all__ = ["DatasetMark", "LikeDataLoader", "data_loader_in", "end_workers", "like", "options_of", "settings_of"]
+__all__ = [
+    "DatasetMark",
+    "LikeDataLoader",
+    "are_alike",
+    "data_loader_in",
+    "end_workers",
+    "like",
+    "options_of",
+    "settings_of",
+]
 
 
 T = TypeVar("T")
@@ -33,6 +42,12 @@ def data_loader_in(loader: object) -> DataLoader[Any] | None:
     """Returns the DataLoader that is iterated over; None if it is something else."""
     found = loader.data_loader if isinstance(loader, LikeDataLoader) else loader
     return found if isinstance(found, DataLoader) else None
+
+
+def are_alike(loader: DataLoader[Any], other: DataLoader[Any]) -> bool:
+    """Returns True for loaders of one dataset that a script builds anew for each epoch."""
+    same = loader.dataset is other.dataset and loader.batch_size == other.batch_size
+    return same and type(loader) is type(other) and type(loader.sampler) is type(other.sampler)
 
 
 def settings_of(loader: DataLoader[Any]) -> Loader:

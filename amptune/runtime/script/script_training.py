@@ -19,7 +19,17 @@ from amptune.runtime.script.in_place import CalledModules
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["AGREEING", "WRITE_WORKLOAD", "Iteration", "ScriptTraining", "several_models"]
+__all__ = [
+    "AGREEING",
+    "WRITE_WORKLOAD",
+    "Iteration",
+    "ScriptTraining",
+    "copy_of_batch",
+    "require_comparable",
+    "samples_in",
+    "several_models",
+    "take_turns",
+]
 
 # So many iterations in a row, each of the same passes and updates, show what a script trains.
 AGREEING = 2
@@ -81,9 +91,29 @@ class Iteration:
         return mine == theirs
 
     @property
+    def passes(self) -> int:
+        """The calls of all modules."""
+        return self.modules.total()
+
+    @property
     def samples(self) -> int:
         """The number of samples: those of each batch, or the first axis of what modules were called with."""
         return sum(samples_in(batch) for _, batch in self.batches) or self.rows
+
+
+def take_turns(past: Sequence[Iteration]) -> bool:
+    """Returns True if steps of two optimizers take turns."""
+    if len(past) < 2 * AGREEING or past[0].optimizers == past[1].optimizers:
+        return False
+    return all(one.is_like(next_but_one) for one, next_but_one in zip(past, past[2:], strict=False))
+
+
+def require_comparable(past: Sequence[Iteration]) -> None:
+    """Raises `TargetError` if steps have numbers of passes so different, as episodes, that their times say nothing."""
+    counts = [one.passes for one in past]
+    if max(counts, default=0) > 2 * min(counts, default=0):
+        few, many = min(counts), max(counts)
+        raise TargetError(f"its steps have {few} to {many} passes, and cannot be compared: {WRITE_WORKLOAD}")
 
 
 @dataclass(frozen=True, eq=False)

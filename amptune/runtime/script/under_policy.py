@@ -101,6 +101,9 @@ class ScriptUnderPolicy(Listener):
     def batch(self, loader: Any, own: LedIterator) -> Any:  # noqa: ARG002
         return own.draw()
 
+    def draws_later(self) -> bool:
+        return False
+
     def called(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         if not any(one.requires_grad for one in module.parameters()):
             return
