@@ -71,6 +71,9 @@ def _noticed(state: State, verdict: Verdict) -> Iterator[Finding]:
     if workers > 1 and state.prepared.hardware.gpu is None:
         message = f"{workers} workers shared this CPU, each with its part of the cores: with all, steps are faster"
         yield Finding(code="shared-cpu", message=message, figures={"workers": workers})
+    if state.is_for_loaders:
+        message = "other settings of the loader were not tried, as there was no time: the same command again tries them"
+        yield Finding(code="loader-not-tried", message=message)
     modes = state.candidates.space.choices("compile")
     if set(modes) - {"off"} and all(trial.policy.compile == "off" for trial in state.history.trials):
         spent = "there was no time for it; give more with --budget"

@@ -88,7 +88,7 @@ class RunningScript(Listener):
         self._spared = self._steps = self._ended = 0
         # An epoch goes on while steps are measured; for a script that breaks by that, the processes after it end it.
         self._is_broken = self._is_beyond = False
-        self._ends_epochs = (scratch or self._files.folder) / "ends-epochs"
+        self._ends_epochs = None if scratch is None else scratch / "ends-epochs"
         self._scales = False
         self._writes_to_batches = False
         self._began_s = time.monotonic()
@@ -168,8 +168,9 @@ class RunningScript(Listener):
         except Exception as error:
             if not (self.is_over and self._is_beyond):
                 raise
-            self._ends_epochs.touch()
-            raise ScriptEndedError(f"{self._path.name} raised in an epoch longer than its loader: {error}") from error
+            if self._ends_epochs is not None:
+                self._ends_epochs.touch()
+            raise ScriptEndedError(f"{self._path.name} raised in an epoch longer than its loader: {error}") from None
         self._steps += 1
         if self.is_over:
             raise ScriptEndedError(
@@ -274,7 +275,7 @@ class RunningScript(Listener):
         if self._has_updated:
             self._hand_over()
         self._is_beyond = own.is_at_end
-        if self._is_beyond and self._ends_epochs.exists():
+        if self._is_beyond and self._ends_epochs is not None and self._ends_epochs.exists():
             self._ended += 1
             raise StopIteration
         # a loader with a look ahead takes one more at the beginning of an epoch

@@ -51,17 +51,17 @@ class UntouchedFiles:
 
     def __init__(self, is_users: Callable[[], bool], scratch: Path | None = None) -> None:
         self._is_users = is_users
-        self.folder = Path(tempfile.mkdtemp(prefix="amptune-script-", dir=scratch)).resolve()
+        self._folder = Path(tempfile.mkdtemp(prefix="amptune-script-", dir=scratch)).resolve()
         own = [os.environ[name] for name in _CACHES if os.environ.get(name)]
         inductor = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         self._allowed = [Path(one).expanduser().resolve() for one in (*own, *_CACHE_FOLDERS, inductor)]
-        self._allowed += [self.folder, Path("/dev"), Path("/proc")]
+        self._allowed += [self._folder, Path("/dev"), Path("/proc")]
         self._before: list[tuple[Any, str, Any]] = []
         self._gone: set[str] = set()
         self._own_stat = os.stat
 
     def __enter__(self) -> Self:
-        os.environ.update(OFFLINE, MLFLOW_TRACKING_URI=(self.folder / "mlruns").as_uri())
+        os.environ.update(OFFLINE, MLFLOW_TRACKING_URI=(self._folder / "mlruns").as_uri())
         opened = self._opener(builtins.open)
         for owner in (builtins, io):
             self._replace(owner, "open", opened)
@@ -89,7 +89,7 @@ class UntouchedFiles:
         while self._before:
             owner, name, own = self._before.pop()
             setattr(owner, name, own)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _replace(self, owner: Any, name: str, new: Any) -> None:
         self._before.append((owner, name, getattr(owner, name)))
@@ -106,7 +106,7 @@ class UntouchedFiles:
 
     def _scratch(self, path: Any) -> Path:
         absolute = Path(os.path.abspath(os.fsdecode(path)))
-        return self.folder / absolute.relative_to(absolute.anchor)
+        return self._folder / absolute.relative_to(absolute.anchor)
 
     def _is_written(self, path: Any) -> bool:
         return os.path.lexists(self._scratch(path))

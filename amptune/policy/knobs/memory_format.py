@@ -54,7 +54,7 @@ MEMORY_FORMAT = Knob(
     idle=_idle,
     words="{}",
     sentences={
-        "contiguous": "memory_format contiguous: tensors stay as they are (NCHW).",
+        "contiguous": "memory_format contiguous: images and weights lie as NCHW, PyTorch's default.",
         "channels_last": "memory_format channels_last: images and weights lie as NHWC, which a GPU's tensor cores "
         "read.",
         "channels_last_3d": "memory_format channels_last_3d: volumes and weights lie as NDHWC.",
