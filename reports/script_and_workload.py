@@ -4,7 +4,7 @@
 
 FOLDER has public scripts in folders of their own, at the commits that reports/README.md names: mnist, vae, words (of
 pytorch/examples) and timm (pytorch-image-models), with made-up data of their formats: `--make-data` writes it. Each is
-measured in processes of its own, script and workload by turns, under the script's own settings, bf16, and bf16 compiled.
+measured in processes of its own, script and workload by turns, under stock PyTorch, bf16, and bf16 compiled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
     "vae": ("main.py", ["--batch-size", "4096"]),
     "words": (
         "main.py",
-        ["--accel", "--use-optimizer", "--lr=0.001", "--model=Transformer", "--emsize=512", "--nhead=8", "--nhid=2048"]
-        + ["--nlayers=6", "--batch_size=64", "--bptt=128", "--data=data/words"],
+        [
+            *("--accel", "--use-optimizer", "--lr=0.001", "--model=Transformer", "--emsize=512", "--nhead=8"),
+            *("--nhid=2048", "--nlayers=6", "--batch_size=64", "--bptt=128", "--data=data/words"),
+        ],
     ),
     "timm": (
         "train.py",
