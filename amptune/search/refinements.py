@@ -75,8 +75,9 @@ def refinements_of(state: State) -> Iterator[Policy]:
                 rules = tuple(dict.fromkeys([*needed, *ladder.rules(depth, dtype, layout)]))
                 yield replace(base, fp32_modules=rules, fp32_math=timed_under.fp32_math)
     may = not base.half_modules and True in space.choices(IN_HALF)
-    if ladder.half and may and ladder.half_saves.get((dtype, layout), 0.0) >= least_ms:
-        yield replace(base, half_modules=ladder.half)
+    half = ladder.half_beside(base.fp32_modules)
+    if half and may and ladder.half_saves.get((dtype, layout), 0.0) >= least_ms:
+        yield replace(base, half_modules=half)
     sensed = state.sensed.get(name)
     if sensed is not None and base == state.leader:
         is_own_batch = base.batch_size in (None, state.prepared.subject.batch_size)

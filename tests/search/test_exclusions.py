@@ -16,7 +16,7 @@ from simulated.recorded import RecordedEvaluator
 from amptune.measure.results.half_effects import ModuleSensitivity, Sensitivity
 from amptune.measure.results.subject import Module, Subject
 from amptune.policy.serialization import adapter_for
-from amptune.policy.settings import HalfRule, MemoryFormat, amp_recipe
+from amptune.policy.settings import Fp32Rule, HalfRule, MemoryFormat, amp_recipe
 from amptune.search.space.exclusions import Ladder, Price, ladder_by_time
 from amptune.search.space.module_rules import covered_by
 
@@ -94,7 +94,8 @@ def test_modules_that_output_fp32_may_run_in_half_but_the_last_and_that_saves_th
     sensitivity = in_a_chain([])
     sensitivity = replace(sensitivity, modules=tuple(module(path, stream) for path, stream in streams.items()))
     ladder = ladder_by_time(subject_of(sensitivity), {LAYOUT: sensitivity})
-    assert ladder.half == (HalfRule(path="norm"),)
+    assert ladder.half == (HalfRule(path="norm"),) == ladder.half_beside([Fp32Rule(path="head")])
+    assert ladder.half_beside([Fp32Rule(path="norm")]) == (), "what stays in FP32 does not run in half too"
     assert ladder.half_saves["bf16", LAYOUT] == pytest.approx(2 * 1.5 * 10**6 * 1e-6), "a cast each way"
 
 

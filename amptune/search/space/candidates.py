@@ -86,9 +86,10 @@ class Candidates:
         policy = settled(settings)
         in_half = policy.autocast != "off"
         faster = self.ladder.rules(depth, policy.autocast, policy.memory_format) if in_half else ()
-        policy = replace(policy, half_modules=self.ladder.half if half and in_half else ())
         needed = self.safeguards.get(policy.precision, ())
-        policy = replace(policy, fp32_modules=tuple(dict.fromkeys([*needed, *faster])))
+        rules = tuple(dict.fromkeys([*needed, *faster]))
+        in_half_too = self.ladder.half_beside(rules) if half and in_half else ()
+        policy = replace(policy, fp32_modules=rules, half_modules=in_half_too)
         return policy if policy.uses_fp32_math else replace(policy, fp32_math=STOCK.fp32_math)
 
     def guarded(self, safeguards: Mapping[str, tuple[Fp32Rule, ...] | None]) -> Candidates:

@@ -54,6 +54,11 @@ class Ladder:
         """Returns the ms that the rules of this depth save in an eager step, by the modules' own times."""
         return self._rung(depth, autocast, memory_format).saves_ms
 
+    def half_beside(self, rules: Sequence[Fp32Rule]) -> tuple[HalfRule, ...]:
+        """Returns the rules of `half` for modules that these do not keep in FP32, which would win."""
+        kept = {(one.path, one.type) for one in rules}
+        return tuple(one for one in self.half if (one.path, one.type) not in kept)
+
     def _rung(self, depth: int, autocast: str, memory_format: str) -> Rung:
         rungs = self.timed.get((autocast, memory_format), ())
         return rungs[min(depth, len(rungs)) - 1] if depth and rungs else Rung()
