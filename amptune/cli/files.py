@@ -41,11 +41,12 @@ def explain_command(file: str, as_json: bool) -> None:
     from amptune.policy.file_io import load
     from amptune.report.explanation import explain
 
-    sentences = explain(load(file))
+    parts = explain(load(file))
     if as_json:
-        print_json("amptune.explain/1", {"file": file, "sentences": list(sentences), "findings": []})
+        sentences = [sentence for said in parts.values() for sentence in said]
+        print_json("amptune.explain/1", {"file": file, "sentences": sentences, "parts": dict(parts), "findings": []})
     else:
-        say("\n".join(sentences))
+        say("\n\n".join("\n".join([heading, *(f"  {one}" for one in said)]) for heading, said in parts.items()))
 
 
 @click.command("schema", short_help="Print the JSON Schema of a file format.")

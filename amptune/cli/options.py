@@ -104,16 +104,37 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists its options in groups; `groups` maps a heading to names of parameters."""
+    """A command whose help lists its options in groups; `groups` maps a heading to names of parameters.
 
-    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+    What is `rare` stands in `--help-all` alone.
+    """
+
+    def __init__(
+        self, *args: Any, groups: Mapping[str, Sequence[str]], rare: Sequence[str] = (), **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.groups = groups
+        self.groups, self.rare, self._shows_all = groups, rare, False
+        if rare:
+            all_help = "Show all options, the rarely used too, and exit."
+            self.params.append(
+                click.Option(
+                    ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=self._all, help=all_help
+                )
+            )
+
+    def _all(self, ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+        if asked:
+            self._shows_all = True
+            click.echo(ctx.get_help())
+            ctx.exit()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes each group's options, and those of no group last."""
+        hidden = () if self._shows_all else self.rare
         records = {
-            param.name: param.get_help_record(ctx) for param in self.get_params(ctx) if isinstance(param, click.Option)
+            param.name: None if param.name in hidden else param.get_help_record(ctx)
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option)
         }
         grouped = {name for names in self.groups.values() for name in names}
         rest = {"Other options": [name for name in records if name not in grouped]}

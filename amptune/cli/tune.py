@@ -47,8 +47,11 @@ _GROUPS = {
     "Where it runs": ["device", "workers", "study", "seed", "sampler"],
 }
 
+_RARE = ["force", "report", "trials", "least_speed", "global_batch", "devices", "space"]
+_RARE += ["workers", "study", "seed", "sampler"]
 
-@click.command("tune", cls=GroupedCommand, groups=_GROUPS)
+
+@click.command("tune", cls=GroupedCommand, groups=_GROUPS, rare=_RARE)
 @target_argument
 @click.option("-o", "--output", type=FILE, default="policy.yaml", show_default=True,
               help="Where the policy is written.")  # fmt: skip

@@ -23,22 +23,22 @@ MOST_REASONS = 6
 _SURE = {"confirmed": CONFIRMED, "likely": LIKELY}
 
 
-def explain(policy_file: PolicyFile) -> tuple[str, ...]:
-    """Returns what each setting does, what was measured, why others lost, the risks, and when to tune again.
+def explain(policy_file: PolicyFile) -> Mapping[str, tuple[str, ...]]:
+    """Returns sentences under headings: settings, what was measured, why others lost, risks, when to tune again.
 
     Raises `ClaimError` if the evidence is malformed.
     """
     policy, evidence = policy_file.policy, policy_file.evidence
     with _readable():
         require_figures(evidence)
-        settings = [sentence for knob in KNOBS for sentence in knob.explained(policy)]
-        return (
-            *settings,
-            *_evidence(evidence),
-            *_losers(evidence),
-            *_risks(policy, evidence),
-            *_validity(policy_file.valid_for, evidence),
-        )
+        parts = {
+            "Settings": (sentence for knob in KNOBS for sentence in knob.explained(policy)),
+            "Measured": _evidence(evidence),
+            "Why not another": _losers(evidence),
+            "Risks": _risks(policy, evidence),
+            "Where it holds": _validity(policy_file.valid_for, evidence),
+        }
+        return {heading: found for heading, sentences in parts.items() if (found := tuple(sentences))}
 
 
 @contextmanager
@@ -52,14 +52,14 @@ def _readable() -> Iterator[None]:
 
 def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
     if not evidence:
-        yield "There is no evidence in this file: it was written by hand."
+        yield "Nothing: there is no evidence in this file, which was written by hand."
         return
     if "step_ms" in evidence:
-        yield f"Measured: {evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
+        yield f"{evidence['step_ms']:g} ms a step, {evidence.get('samples_per_s', 0):g} samples/s."
     objective = Objective(evidence.get("objective", "throughput"), evidence.get("least_speed", 1.0))
     if "speedup" in evidence and not evidence.get("findings"):  # the first of which says it
         gain, speedup = _ratio(evidence, "gain" if "gain" in evidence else "speedup"), _ratio(evidence, "speedup")
-        yield f"Compared: {gain_in_words(objective, gain, speedup)}."
+        yield _sentence(gain_in_words(objective, gain, speedup))
     yield from _sureness(evidence)
     yield from (_bought(setting, figures, objective) for setting, figures in evidence.get("ablation", {}).items())
     recipe = evidence.get("amp_recipe")
@@ -73,18 +73,24 @@ def _evidence(evidence: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sureness(evidence: Mapping[str, Any]) -> Iterator[str]:
-    confidence = evidence.get("confidence")
-    if confidence in _SURE:
+    confidence, told = evidence.get("confidence"), {one.get("code") for one in evidence.get("findings", ())}
+    if confidence in _SURE and "provisional" not in told:  # which says how sure
         yield f"{confidence.capitalize()}: with a probability of at least {chance_in_words(_SURE[confidence])}."
-    elif confidence == "undecided":
+    elif confidence == "undecided" and "undecided" not in told:
         yield "Undecided: a policy may be better; more --budget, or a quieter machine, tells."
-    if evidence.get("provisional"):
+    if evidence.get("provisional") and "provisional" not in told:
         yield "Provisional: the answer is not confirmed, the numerics were not judged, or the search was cut short."
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    module = finding.get("module")
-    return (f"{module}: " if module else "") + f"{finding.get('message', '')}."
+    module, message = finding.get("module"), finding.get("message", "")
+    return f"{module}: {message}." if module else _sentence(message)
+
+
+def _sentence(text: str) -> str:
+    """Returns a text with a capital and a point, unless it begins with a name of PyTorch's."""
+    first = text.partition(" ")[0].strip(",:")
+    return f"{text if '_' in first or any(map(str.isdigit, first)) else text[:1].upper() + text[1:]}."
 
 
 def _ratio(figures: Mapping[str, Any], name: str) -> Ratio:
@@ -109,15 +115,15 @@ def _losers(evidence: Mapping[str, Any]) -> Iterator[str]:
         if one.get("lost"):
             reasons.setdefault(one["lost"], []).append(str(policy_from_dict(one["policy"])))
     for reason, lost in list(reasons.items())[:MOST_REASONS]:
-        yield f"Why not {'; '.join(lost)}: {reason}."
+        yield f"{'; '.join(lost)}: {reason}."
 
 
 def _risks(policy: Policy, evidence: Mapping[str, Any]) -> Iterator[str]:
     """Yields what may go wrong under the policy."""
-    yield from (f"Risk: {knob.risks[value]}" for knob in KNOBS if (value := _plain_value(knob, policy)) in knob.risks)
+    yield from (knob.risks[value] for knob in KNOBS if (value := _plain_value(knob, policy)) in knob.risks)
     share = evidence.get("parity", {}).get("share_of_allowed")
     if share is not None:
-        yield f"Risk: the numerics gate saw the first steps alone ({share:.0%} of its limits is used): watch your loss."
+        yield f"The numerics gate saw the first steps alone ({share:.0%} of its limits is used): watch your loss."
 
 
 def _plain_value(knob: Knob, policy: Policy) -> Any:

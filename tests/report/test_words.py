@@ -61,7 +61,7 @@ def test_a_trial_is_one_line_with_its_time_its_ratio_and_what_is_to_be_least(
 def test_the_amp_recipe_ran_failed_or_ended_early(figures: dict[str, Any], said: str) -> None:
     recipe = {"policy": policy_to_dict(amp_recipe("bf16")), **figures}
     file = PolicyFile(policy=STOCK, evidence={"amp_recipe": recipe})
-    (sentence,) = [one for one in explain(file) if "AMP recipe" in one]
+    (sentence,) = [one for one in explain(file)["Measured"] if "AMP recipe" in one]
     assert said in sentence
 
 
@@ -80,26 +80,26 @@ def test_machines_are_told_in_words_and_not_as_labels() -> None:
 
 def test_what_the_recorded_page_does_not_show_is_explained_too() -> None:
     static = Policy(autocast="fp16", loss_scale=LossScale(init=128, static=True))
-    assert "loss_scale: stays at 128." in explain(PolicyFile(policy=static))
+    assert "loss_scale: stays at 128." in explain(PolicyFile(policy=static))["Settings"]
     unjudged: Any = {
         "provisional": True,
         "confidence": "likely",
         "findings": [{"code": "not-judged", "message": "why"}],
     }
-    text = "\n".join(explain(PolicyFile(policy=STOCK, evidence=unjudged)))
+    text = "\n".join(explain(PolicyFile(policy=STOCK, evidence=unjudged))["Measured"])
     assert "Provisional: the answer is not confirmed, the numerics were not judged" in text
-    assert text.index("why.") > text.index("Provisional")
+    assert text.index("Why.") > text.index("Provisional")
     losers = [{"policy": {"autocast": name}, "lost": "behind by 20.0%"} for name in ("fp16", "off")]
     evidence: Any = {"finalists": losers, "tuned_on": "2026-11-21T05:00:00Z"}
     said = explain(PolicyFile(policy=amp_recipe("bf16"), evidence=evidence, valid_for={"torch": "2.11"}))
-    assert "Why not fp16; stock PyTorch: behind by 20.0%." in said
-    assert said[-1].endswith("batch size. Tuned on 2026-11-21.")
+    assert said["Why not another"] == ("fp16; stock PyTorch: behind by 20.0%.",)
+    assert said["Where it holds"][-1].endswith("batch size. Tuned on 2026-11-21.")
     for_memory: Any = {"objective": "memory", "speedup": 1.02, "gain": 1.6, "gain_ci95": [1.58, 1.62]}
     for_memory["ablation"] = {"autocast": {"buys": 1.6, "speed": 1.02}}
     told = explain(PolicyFile(policy=STOCK, evidence=for_memory))
-    compared = "uses 0.62 [0.62, 0.63] times the memory of the baseline at 1.020 times its throughput"
-    assert told[-2:] == (
-        f"Compared: {compared}.",
+    compared = "Uses 0.62 [0.62, 0.63] times the memory of the baseline at 1.020 times its throughput"
+    assert told["Measured"] == (
+        f"{compared}.",
         "autocast makes its peak memory 0.62×, and its speed 1.02× that without.",
     )
 

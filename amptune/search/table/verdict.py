@@ -95,7 +95,9 @@ class Verdict:
         processes = counted(max(1, self.gain.launches), "process")
         by = f"{counted(self.winner.rows, 'measurement')} in {processes}"
         doubt = _doubt(self.winner, self.baseline) if self.confidence == "likely" else None
-        return f"{self.confidence}, {chance_in_words(self.winner.chance)} sure: {by}{f', {doubt}' if doubt else ''}"
+        if doubt:  # how sure the figures are says little then
+            return f"{self.confidence}: {by}, {doubt}"
+        return f"{self.confidence}, {chance_in_words(self.winner.chance)} sure: {by}"
 
     @property
     def findings(self) -> tuple[Finding, ...]:
