@@ -410,13 +410,14 @@ import sys, torch
 from pathlib import Path
 from amptune.measure.bench.bench import Bench
 from amptune.measure.loop import loader_trials
-from amptune.measure.loop.input_checks import has_data_loader
+from amptune.measure.loop.input_checks import require_sound_input
 from amptune.policy.settings import STOCK
 from amptune.workload.running_script import workload_of_script
 loader_trials.LOADER_S = 0.3
 bench = Bench(workload_of_script(Path(sys.argv[1]), []), torch.device("cpu"))
 trials = loader_trials.try_loaders(bench, STOCK, 60.0, 2)
-print("TRIED", has_data_loader(bench), [(one.settings.num_workers, one.error) for one in trials], trials)
+tried = [(one.settings.num_workers, one.error) for one in trials]
+print("TRIED", require_sound_input(bench).is_data_loader, tried, trials)
 print("GAIN", trials[0].step_ms / trials[1].step_ms, trials[0].wait_share)
 """
 

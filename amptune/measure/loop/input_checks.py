@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 
 import torch
 
@@ -15,14 +16,25 @@ from amptune.policy.findings import Finding
 from amptune.workload.user_errors import user_code
 from amptune.workload.workload import Workload
 
-__all__ = ["changing_shapes", "has_data_loader", "require_sound_input"]
+__all__ = ["NO_LOADER", "LoaderFacts", "changing_shapes", "require_sound_input"]
 
 # So many shapes are usual: that of every batch, and that of the last.
 USUAL_SHAPES = 2
 
 
-def require_sound_input(bench: Bench) -> int | None:
-    """Returns how many samples the loader's data set has, if that is known: no batch can be larger.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderFacts:
+    """How many samples a loader's data set has, if that is known, and whether its settings can be tried."""
+
+    samples: int | None = None
+    is_data_loader: bool = False
+
+
+NO_LOADER = LoaderFacts()
+
+
+def require_sound_input(bench: Bench) -> LoaderFacts:
+    """Returns what is known of the loader: no batch can be larger than its data set.
 
     Raises `TargetError` for batches of another size, and for an empty loader; `UserCodeError` if a loader raises.
     """
@@ -30,19 +42,10 @@ def require_sound_input(bench: Bench) -> int | None:
     drawn = bench.drawn.sequence(workload.batch_size)[0]
     _require_samples(workload, drawn)
     if workload.loader is None:
-        return None
+        return NO_LOADER
     with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
         require_size(workload.batch_size, next(epochs), drawn)
-        return epochs.samples
-
-
-def has_data_loader(bench: Bench) -> bool:
-    """Returns True if training iterates over a DataLoader, whose settings can be tried."""
-    workload = bench.workload
-    if workload.loader is None:
-        return False
-    with closing(Epochs(workload, workload.batch_size, torch.device("cpu"))) as epochs:
-        return epochs.data_loader is not None
+        return LoaderFacts(samples=epochs.samples, is_data_loader=epochs.data_loader is not None)
 
 
 def changing_shapes(bench: Bench) -> Iterator[Finding]:

@@ -133,7 +133,7 @@ def prepare() -> Prepared:
     """
     from amptune.hardware.detect import probe
     from amptune.measure.bench.peak_memory import available_mib
-    from amptune.measure.loop.input_checks import changing_shapes, has_data_loader, require_sound_input
+    from amptune.measure.loop.input_checks import NO_LOADER, changing_shapes, require_sound_input
     from amptune.measure.loop.step_mistakes import batches_that_go_on, mistakes_in_step
     from amptune.measure.modules.inspection import inspect_model
 
@@ -142,7 +142,7 @@ def prepare() -> Prepared:
         bench = _bench()
         start_s = time.monotonic() - _State.began_s
         batches, draw_s = bench.drawn.sequence_in_time()
-        most_samples = require_sound_input(bench) if batches else None
+        loader = require_sound_input(bench) if batches else NO_LOADER
         subject = inspect_model(bench, digest_of(_State.setting.source))
         return Prepared(
             hardware=probe(_State.setting.device),
@@ -156,8 +156,8 @@ def prepare() -> Prepared:
             batches=max(1, batches),
             devices=_State.setting.ranks,
             own_parallel=bench.workload.parallel is not None,
-            most_samples=most_samples,
-            has_data_loader=has_data_loader(bench),
+            most_samples=loader.samples,
+            has_data_loader=loader.is_data_loader,
         )
     except Exception:
         traceback.print_exc()  # into the log; the caller gets only the message

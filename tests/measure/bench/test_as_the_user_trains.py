@@ -152,5 +152,5 @@ def test_no_batch_is_larger_than_the_data() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
     workload = Workload.from_loop(model, loader, nn.CrossEntropyLoss(), optimizer)
-    assert require_sound_input(Bench(workload, CPU)) == 100
-    assert require_sound_input(Bench(workload_of(lambda: nn.Linear(8, 2)), CPU)) is None
+    assert require_sound_input(Bench(workload, CPU)).samples == 100
+    assert require_sound_input(Bench(workload_of(lambda: nn.Linear(8, 2)), CPU)).samples is None
