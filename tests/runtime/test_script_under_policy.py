@@ -82,6 +82,30 @@ def test_loaders_are_built_with_the_policys_settings_and_give_the_same_batches(t
     assert "DataLoaders have 2 worker processes, kept between epochs" in said
 
 
+ON_A_DEVICE = """
+import torch
+torch.manual_seed(0)
+torch.set_default_device("cpu")
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(20):
+    loss = torch.nn.functional.cross_entropy(net(torch.randn(32, 8)), torch.randint(3, (32,)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print("NORM", float(torch.nn.utils.parameters_to_vector(net.parameters()).norm()))
+"""
+
+
+def test_under_a_default_device_a_loss_is_scaled_once(tmp_path: Path) -> None:
+    """It is a mode for torch functions, under which PyTorch calls what stands in place of `backward` twice."""
+    (tmp_path / "train.py").write_text(ON_A_DEVICE)
+    (tmp_path / "policy.yaml").write_text(HEAD.format("fp16"))
+    plain, scaled = (run(*words, folder=tmp_path).stdout for words in
+                     (["train.py"], ["-m", "amptune", "run", "policy.yaml", "train.py"]))  # fmt: skip
+    assert float(scaled.split()[1]) == pytest.approx(float(plain.split()[1]), rel=1e-3)
+
+
 COPIES = """
 import copy, torch
 torch.manual_seed(0)

@@ -106,6 +106,30 @@ def test_what_a_script_trains_is_found_and_each_policy_costs_itself_alone(
     assert [one["failure"] for one in others if one["failure"] and not (allowed and allowed in one["failure"])] == []
 
 
+CURVES = """
+import sys, torch
+from pathlib import Path
+from amptune.measure.bench.bench import Bench
+from amptune.measure.numerics.short_training import Training
+from amptune.policy.settings import Policy
+from amptune.workload.running_script import workload_of_script
+bench = Bench(workload_of_script(Path(sys.argv[1]), []), torch.device("cpu"))
+curves = []
+for autocast in ("off", "fp16"):
+    with Training.on(bench, Policy(autocast=autocast)) as training:
+        curves.append((abs(training.gradients(2).sketches).max(), torch.tensor(training.curve(range(6)).losses)))
+(size, losses), (size_fp16, losses_fp16) = curves
+same = bool(torch.allclose(losses, losses_fp16, rtol=0.01))
+print("SAME", same, round(float(size_fp16 / size), 1), float(losses[0]) < 3)  # of ten classes, once
+"""
+
+
+def test_the_gate_sees_a_scripts_losses_once_and_its_gradients_without_the_scale(tmp_path: Path) -> None:
+    """It draws under a mode for torch functions, by which PyTorch calls what stands in place of its methods twice."""
+    done = run("-c", CURVES, str(SCRIPTS / "classifier.py"), folder=tmp_path)
+    assert "SAME True 1.0 True" in done.stdout, done.stderr[-2000:] + done.stdout
+
+
 GO_ON = """
 import sys, torch
 from pathlib import Path

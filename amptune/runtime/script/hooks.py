@@ -164,11 +164,16 @@ class ScriptHooks:
 
     def _backward(self, own: Any) -> Any:
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            if not self._listener.is_script():
+            # under a mode for torch functions, as of a default device, PyTorch's own method calls this one once more
+            if getattr(self._depth, "is_in_backward", False) or not self._listener.is_script():
                 own(loss, *args, **kwargs)
                 return
             plain = getattr(loss, "unscaled", loss)
-            self._listener.backward(plain, lambda given: own(given if plain is loss else loss, *args, **kwargs))
+            self._depth.is_in_backward = True
+            try:
+                self._listener.backward(plain, lambda given: own(given if plain is loss else loss, *args, **kwargs))
+            finally:
+                self._depth.is_in_backward = False
 
         return backward
 
