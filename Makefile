@@ -3,6 +3,7 @@
 # make test-all      the same with all that takes long, and `make frozen`: about half an hour on two cores
 # make test-newest   `make test` in an environment of its own, with the newest version of every package but torch
 # make constraints   the same, and if it is green its versions are those that `make` installs from then on
+# make docs          builds the site of docs/ into site/, in an environment of its own: half a minute
 # make frozen        holds what amptune does against what was recorded (tests/frozen)
 #
 # Override on the command line:
@@ -19,6 +20,8 @@ CONSTRAINTS ?= tests/package/constraints.txt
 GPU      := $(shell nvidia-smi -L 2>/dev/null)
 WORKLOAD ?= $(if $(GPU),resnet50,digits)
 BUDGET   ?= 300s
+# Where this repository is: the site's links to files outside docs/ begin with it, for example https://github.com/OWNER/amptune.
+ADDRESS  ?= https://example.org/amptune
 # Tests run beside each other in so many processes; those that need a GPU have it to themselves.
 BESIDE   ?= 2
 
@@ -27,10 +30,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 NEWEST := $(VENV)/newest
+SITE := $(VENV)/docs
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS))
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: tune test test-all test-newest constraints frozen checked lint frameworks setup clean
+.PHONY: tune test test-all test-newest constraints frozen docs checked lint frameworks setup clean
 
 tune: $(VENV)/tune.stamp
 	$(BIN)/amptune probe
@@ -54,6 +58,18 @@ constraints: test-newest
 
 frozen: $(VENV)/test.stamp
 	PYTHONPATH=tests $(BIN)/python -m frozen check
+
+# zensical takes links that leave docs/ for mistakes, and on a site they are: in the copy that it reads they are addresses.
+docs: $(SITE)/docs.stamp
+	rm -rf build/pages site && mkdir -p build/pages
+	cp docs/*.md docs/*.svg docs/*.html build/pages
+	sed -i 's|](\.\./|]($(ADDRESS)/blob/main/|g' build/pages/*.md
+	$(SITE)/bin/zensical build --strict --clean
+
+$(SITE)/docs.stamp: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check --requirement docs/requirements.txt
+	@touch $@
 
 # The frameworks install while the linters run: neither needs the other.
 checked: $(VENV)/test.stamp
@@ -86,4 +102,4 @@ $(VENV)/frameworks.stamp: $(VENV)/test.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .amptune policy.yaml .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build/pages site .amptune policy.yaml .pytest_cache .mypy_cache .ruff_cache
