@@ -62,7 +62,7 @@ frozen: $(VENV)/test.stamp
 # zensical takes links that leave docs/ for mistakes, and on a site they are: in the copy that it reads they are addresses.
 docs: $(SITE)/docs.stamp
 	rm -rf build/pages site && mkdir -p build/pages
-	cp docs/*.md docs/*.svg docs/*.html build/pages
+	cp docs/*.md docs/*.svg docs/*.html docs/*.css build/pages
 	sed -i 's|](\.\./|]($(ADDRESS)/blob/main/|g' build/pages/*.md
 	$(SITE)/bin/zensical build --strict --clean
 
