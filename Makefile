@@ -102,4 +102,4 @@ $(VENV)/frameworks.stamp: $(VENV)/test.stamp
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build/pages site .amptune policy.yaml .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build/pages site .cache .amptune policy.yaml .pytest_cache .mypy_cache .ruff_cache
