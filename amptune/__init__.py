@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from amptune.search.decide.decision import Decision as Decision
     from amptune.workload.workload import Workload as Workload
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOME = {
     "AmptuneError": "amptune.errors",
@@ -58,9 +58,21 @@ __all__ = [*_HOME, "__version__"]  # names of the table above
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module 'amptune' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def _version() -> str:
+    """The installed version, which the build takes from the git tag; "0+unknown" if nothing is installed."""
+    from importlib.metadata import PackageNotFoundError, version  # training asks for no version
+
+    try:
+        return version("amptune")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:
