@@ -20,8 +20,8 @@ CONSTRAINTS ?= tests/package/constraints.txt
 GPU      := $(shell nvidia-smi -L 2>/dev/null)
 WORKLOAD ?= $(if $(GPU),resnet50,digits)
 BUDGET   ?= 300s
-# Where this repository is: the site's links to files outside docs/ begin with it, for example https://github.com/OWNER/amptune.
-ADDRESS  ?= https://example.org/amptune
+# Where this repository is: the site's links to files outside docs/ begin with it.
+ADDRESS  ?= $(shell sed -n 's/^Repository = "\(.*\)"/\1/p' pyproject.toml)
 # Tests run beside each other in so many processes; those that need a GPU have it to themselves.
 BESIDE   ?= 2
 
