@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,12 @@ def make_data(folder: Path) -> None:
         words = rng.integers(0, WORDS - 1, (lines, 20))
         text = "\n".join(" ".join(f"w{one}" for one in line) for line in words)
         (folder / f"words/data/words/{part}.txt").write_text(text + "\n")
-    from PIL import Image
-
+    pictures = import_module("PIL.Image")
     for part, count in (("train", 4096), ("validation", 64)):
         for label in range(4):
             (folder / f"timm/imgs/{part}/{label}").mkdir(parents=True, exist_ok=True)
             for at in range(count // 4):
-                picture = Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).resize((256, 256))
+                picture = pictures.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).resize((256, 256))
                 picture.save(folder / f"timm/imgs/{part}/{label}/{at}.jpg")
 
 
@@ -73,10 +73,8 @@ def workload_of(name: str) -> Any:
 
     sys.path.insert(0, str(Path.cwd()))
     if name == "mnist":
-        from main import Net
-
         return amptune.Workload(
-            model=Net,
+            model=import_module("main").Net,
             batch=lambda n: (torch.randn(n, 1, 28, 28), torch.randint(10, (n,))),
             loss=lambda model, batch: F.nll_loss(model(batch[0]), batch[1]),
             optimizer=lambda model: torch.optim.Adadelta(model.parameters(), lr=1.0),
@@ -84,20 +82,17 @@ def workload_of(name: str) -> Any:
         )
     if name == "vae":
         sys.argv[1:] = ["--batch-size", "4096"]
-        from main import VAE, loss_function
-
+        script = import_module("main")
         return amptune.Workload(
-            model=VAE,
+            model=script.VAE,
             batch=lambda n: torch.rand(n, 1, 28, 28),
-            step=own_step(lambda model, x: (model(x), x), lambda out, x: loss_function(out[0], x, *out[1:])),
+            step=own_step(lambda model, x: (model(x), x), lambda out, x: script.loss_function(out[0], x, *out[1:])),
             optimizer=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3),
             batch_size=4096,
         )
     if name == "words":
-        from model import TransformerModel
-
         return amptune.Workload(
-            model=lambda: TransformerModel(WORDS, 512, 8, 2048, 6, 0.2),
+            model=lambda: import_module("model").TransformerModel(WORDS, 512, 8, 2048, 6, 0.2),
             batch=lambda n: (torch.randint(WORDS, (BPTT, n)), torch.randint(WORDS, (BPTT * n,))),
             step=own_step(lambda model, batch: (model(batch[0]).view(-1, WORDS), batch[1]), nn.NLLLoss(), clip=0.25),
             optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
