@@ -74,7 +74,7 @@ def test_the_projects_address_stands_in_pyproject_and_the_citation_alone() -> No
     patterns = (ADDRESS, r"https?://[^\s)\"']*/amptune\b", r"(github|gitlab)\.(com|io)/[\w-]+/amptune\b")
     folders = ("amptune", "docs", "examples", "search_spaces", ".github")
     files = [path for name in folders for path in (REPOSITORY / name).rglob("*") if path.suffix in TEXTS]
-    files += [path for path in REPOSITORY.iterdir() if path.suffix in TEXTS]
+    files += [path for path in REPOSITORY.iterdir() if path.suffix in TEXTS or path.name == "Makefile"]
     found = [path.name for path in files if any(re.search(one, path.read_text()) for one in patterns)]
     assert sorted(found) == ["CITATION.cff", "pyproject.toml"]
 
