@@ -61,16 +61,15 @@ def try_loaders(bench: Bench, policy: Policy, seconds: float, most_workers: int)
 def _others(own: Loader, *, pinned: bool, most: int) -> Iterator[Loader]:
     """Yields settings, each with more of what may help than the one before; none with more than `most` workers."""
     kept = replace(own, pin_memory=pinned or own.pin_memory, persistent_workers=own.num_workers > 0)
-    if own.num_workers >= most:
-        if kept != own:
-            yield kept
+    workers = own.num_workers
+    if workers >= most:
+        yield from () if kept == own else (kept,)
         return
-    workers = max(1, own.num_workers)
     while workers < most:
-        workers = min(most, 2 * workers)
-        more = replace(kept, num_workers=workers, persistent_workers=True)
-        yield more
-    yield replace(more, prefetch_factor=2 * (own.prefetch_factor or 2))
+        workers = min(most, 2 * max(1, workers))
+        yield replace(kept, num_workers=workers, persistent_workers=True)
+    ahead = 2 * (own.prefetch_factor or 2)
+    yield replace(kept, num_workers=workers, persistent_workers=True, prefetch_factor=ahead)
 
 
 def _timed(bench: Bench, feeds: _Feeds, stepper: Stepper, settings: Loader) -> LoaderTrial:

@@ -118,6 +118,22 @@ def test_more_processes_are_tried_while_they_pay_and_the_first_settings_again_at
     assert gain.step_ms < 0.8 * trials[0].step_ms
 
 
+@pytest.mark.parametrize(
+    ("own", "most", "counts"),
+    [
+        (Loader(), 1, [1, 1]),
+        (Loader(), 6, [2, 4, 6, 6]),
+        (Loader(num_workers=3), 16, [6, 12, 16, 16]),
+        (Loader(num_workers=8), 4, [8]),  # kept between epochs
+        (Loader(), 0, []),
+    ],
+)
+def test_processes_double_up_to_the_cores_and_then_prefetch_more(own: Loader, most: int, counts: list[int]) -> None:
+    others = list(loader_trials._others(own, pinned=False, most=most))
+    assert [one.num_workers for one in others] == counts
+    assert [one.prefetch_factor for one in others if one.prefetch_factor] == ([4] if len(counts) > 1 else [])
+
+
 @FORKS
 @pytest.mark.parametrize(
     ("dataset", "tried"),
