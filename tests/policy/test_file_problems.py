@@ -92,7 +92,7 @@ def test_every_corruption_of_one_key_is_an_error_in_its_line(
             "loader: {num_workers: 0, persistent_workers: true, prefetch_factor: 0}",
             [
                 "2:46: loader.persistent_workers: there are none with num_workers 0",
-                "2:69: loader.prefetch_factor: 0 is not from 1 to 2147483647",
+                "2:69: loader.prefetch_factor: 0 is not from 1 to 1024",
                 "2:69: loader.prefetch_factor: only worker processes prefetch, and num_workers is 0",
             ],
         ),

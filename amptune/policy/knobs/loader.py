@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from amptune.policy.knobs.knob import LARGEST, Knob, Settings
+from amptune.policy.knobs.knob import Knob, Settings
 
 __all__ = ["LOADER", "Loader"]
+
+# More than any machine has cores: a policy is data, and no reason to start processes without end.
+_MOST = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,10 @@ class Loader:
     def __post_init__(self) -> None:
         """Raises `ValueError` with every problem, one per line, each starting with the field's name."""
         wrong = []
-        if not 0 <= self.num_workers <= LARGEST:
-            wrong.append(f"num_workers: {self.num_workers} is not from 0 to {LARGEST}")
-        if self.prefetch_factor is not None and not 1 <= self.prefetch_factor <= LARGEST:
-            wrong.append(f"prefetch_factor: {self.prefetch_factor} is not from 1 to {LARGEST}")
+        if not 0 <= self.num_workers <= _MOST:
+            wrong.append(f"num_workers: {self.num_workers} is not from 0 to {_MOST}")
+        if self.prefetch_factor is not None and not 1 <= self.prefetch_factor <= _MOST:
+            wrong.append(f"prefetch_factor: {self.prefetch_factor} is not from 1 to {_MOST}")
         if self.num_workers == 0 and self.persistent_workers:
             wrong.append("persistent_workers: there are none with num_workers 0")
         if self.num_workers == 0 and self.prefetch_factor is not None:
