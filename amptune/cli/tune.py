@@ -47,8 +47,10 @@ _GROUPS = {
     "Where it runs": ["device", "workers", "study", "seed", "sampler"],
 }
 
-_RARE = ["force", "report", "trials", "least_speed", "global_batch", "devices", "space"]
-_RARE += ["workers", "study", "seed", "sampler"]
+_RARE = [
+    *("force", "report", "trials", "least_speed", "global_batch", "devices"),
+    *("space", "workers", "study", "seed", "sampler"),
+]
 
 
 @click.command("tune", cls=GroupedCommand, groups=_GROUPS, rare=_RARE)

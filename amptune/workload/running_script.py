@@ -87,8 +87,9 @@ class RunningScript(Listener):
         self._stepped: set[torch.optim.Optimizer] = set()
         self._spared = self._steps = self._ended = 0
         # An epoch goes on while steps are measured; for a script that breaks by that, the processes after it end it.
-        self._is_broken = self._is_beyond = False
-        self._ends_epochs = None if scratch is None else scratch / "ends-epochs"
+        self._is_broken = self._is_beyond = self._draws_with_grad = False
+        self._breaks = None if scratch is None else scratch / "breaks-behind-epochs"
+        self._ends_epochs = self._breaks is not None and self._breaks.exists()
         self._scales = False
         self._writes_to_batches = False
         self._began_s = time.monotonic()
@@ -109,11 +110,10 @@ class RunningScript(Listener):
             raise TargetError(f"{self._path.name} ended before it had trained for a few steps alike: {self._seen()}")
         self._hooks.watch_no_modules()
         self._keep_more(training)
-        benchmark = torch.backends.cudnn.benchmark
         self._own = replace(
             self._own,
             fp32_math=fp32_math_now(),
-            cudnn_benchmark=benchmark,
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
             memory_format=format_of(training.model),  # type: ignore[arg-type]
         )
         take_defaults()
@@ -168,8 +168,8 @@ class RunningScript(Listener):
         except Exception as error:
             if not (self.is_over and self._is_beyond):
                 raise
-            if self._ends_epochs is not None:
-                self._ends_epochs.touch()
+            if self._breaks is not None:
+                self._breaks.touch()
             raise ScriptEndedError(f"{self._path.name} raised in an epoch longer than its loader: {error}") from None
         self._steps += 1
         if self.is_over:
@@ -265,17 +265,19 @@ class RunningScript(Listener):
             self._end_iteration()
         training = self._training
         if training is None:
+            self._draws_with_grad |= torch.is_grad_enabled()
             self._iterators[number], batch = own, own.draw()
             self._now.keep(number, batch)
             return batch
-        if not any(one is self._loaders[number] for one in training.loaders):  # validation has one batch
+        may_train = torch.is_grad_enabled() or not self._draws_with_grad
+        if not may_train or self._loaders[number] not in training.loaders:  # validation has one batch
             if own.drawn:
                 raise StopIteration
             return own.draw()
         if self._has_updated:
             self._hand_over()
         self._is_beyond = own.is_at_end
-        if self._is_beyond and self._ends_epochs is not None and self._ends_epochs.exists():
+        if self._is_beyond and self._ends_epochs:
             self._ended += 1
             raise StopIteration
         # a loader with a look ahead takes one more at the beginning of an epoch

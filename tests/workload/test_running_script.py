@@ -160,6 +160,59 @@ def test_epochs_go_on_while_steps_are_measured_unless_the_script_breaks_by_that(
     assert "WENT ON 0" in unbroken.stdout, unbroken.stderr[-2000:]
 
 
+EVALUATES = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+loader = DataLoader(data, 8, shuffle=True)
+net = torch.nn.Linear(8, 3)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+@torch.no_grad()
+def evaluate(batches):
+    print("EVALUATED", sum(float(net(x).square().mean()) for x, _ in batches))
+while True:
+    for step, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        if step % 5 == 4:
+            evaluate(loader)
+            evaluate(DataLoader(data, 8, shuffle=True))
+"""
+
+
+def test_batches_that_are_drawn_without_gradients_are_trainings_too(tmp_path: Path) -> None:
+    text = (
+        EVALUATES.partition("while True:")[0]
+        + """
+batches = iter(loader)
+@torch.no_grad()
+def drawn():
+    global batches
+    try:
+        return next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        return next(batches)
+while True:
+    x, y = drawn()
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+"""
+    )
+    (tmp_path / "train.py").write_text(text)
+    done = run("-c", GO_ON, "train.py", str(tmp_path), folder=tmp_path, limit_s=60)
+    assert "WENT ON 0" in done.stdout, done.stderr[-2000:]
+
+
+def test_evaluation_on_the_data_of_training_has_one_batch_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(EVALUATES)
+    done = run("-c", GO_ON, "train.py", str(tmp_path), folder=tmp_path, limit_s=60)
+    assert "WENT ON 0" in done.stdout, done.stderr[-2000:]
+    assert done.stdout.count("EVALUATED") >= 2 * 40 // 5
+
+
 WRITES_ELSEWHERE = """
 import pathlib, sys, threading, torch
 from torch.utils.data import DataLoader, Dataset

@@ -324,8 +324,8 @@ def _enough(times: Sequence[float], effort: Effort, least_s: float = 0.0) -> boo
 
 
 def _without_turns(times_ms: Sequence[float], count: int) -> Sequence[float]:
-    """Returns steps without the slowest, in which epochs ended, or which came after that; all if these are many."""
-    if not 0 < 2 * 2 * count <= len(times_ms):
+    """Returns steps without the slowest, in which epochs ended, or came after that; all if these are half of them."""
+    if not 0 < 2 * count < len(times_ms):
         return times_ms
     return sorted(times_ms)[:-count]
 

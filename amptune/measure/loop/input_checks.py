@@ -24,7 +24,7 @@ USUAL_SHAPES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderFacts:
-    """How many samples a loader's data set has, if that is known, and whether its settings can be tried."""
+    """Facts about a loader: the samples of its data set, if they are known, and whether it is a DataLoader."""
 
     samples: int | None = None
     is_data_loader: bool = False

@@ -39,7 +39,7 @@ class LoaderTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderGain:
-    """What the best settings gain: a step of the loop in ms with the loader's own and with these, and what it waits."""
+    """The gain of the best settings: ms of the loop's step with its own and with these, and the share that it waits."""
 
     settings: Loader
     own_ms: float

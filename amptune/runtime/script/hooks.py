@@ -165,15 +165,15 @@ class ScriptHooks:
     def _backward(self, own: Any) -> Any:
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             # under a mode for torch functions, as of a default device, PyTorch's own method calls this one once more
-            if getattr(self._depth, "is_in_backward", False) or not self._listener.is_script():
+            if getattr(self._depth, "is_heard", False) or not self._listener.is_script():
                 own(loss, *args, **kwargs)
                 return
             plain = getattr(loss, "unscaled", loss)
-            self._depth.is_in_backward = True
+            self._depth.is_heard = True
             try:
                 self._listener.backward(plain, lambda given: own(given if plain is loss else loss, *args, **kwargs))
             finally:
-                self._depth.is_in_backward = False
+                self._depth.is_heard = False
 
         return backward
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class LikeDataLoader(Protocol):
-    """What iterates over a `data_loader`, and can be had `like` itself with other settings of that."""
+    """An iterable over a `data_loader`; `like` returns one with other settings of that."""
 
     data_loader: DataLoader[Any]
 
@@ -96,7 +96,7 @@ def end_workers(loader: DataLoader[Any], iterator: Any) -> None:
 
 
 class DatasetMark:
-    """What a dataset holds at one moment. One that changes meanwhile cannot be read by processes with copies of it."""
+    """A mark of a dataset at one moment. One that changes between two cannot be read by processes with copies of it."""
 
     def __init__(self, dataset: Any) -> None:
         self._held = _held_by(dataset)
